@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "gate/rounding.h"
+#include "gate/sm90/gate_linear.h"
 #include "moesaic/device_tensor.h"
 #include "moesaic/gate.h"
 #include "numerics/element.h"
@@ -152,21 +153,21 @@ Tensor first_rows(const Tensor& x, std::int64_t rows) {
   return some;
 }
 
-// Weights of F32, and F16, in three and two parts: rows with a one choose a weight, which the sum of its
-// parts is.
+// Weights of F32, and F16, in three and two parts, and F16 as it is: rows with a one choose a weight,
+// which the sum of its parts is.
 TEST(CudaGateLinear, PartsOfAWeightAddUpToIt) {
   REQUIRE_HOPPER();
   using enum DType;
   constexpr std::int64_t kExperts = 9, kHidden = 72;
   test::Rng rng(10);
-  for (const DType dtype : {kF32, kF16}) {
+  for (const auto& [dtype, rows] : {std::pair{kF32, kBF16}, {kF16, kBF16}, {kF16, kF16}}) {
     const Tensor w = test::random_normal(rng, dtype, {kExperts, kHidden});
     const GateLinear gate = gate_on_gpu(w, Tensor(), kF32, true);
     for (const std::int64_t tokens : {1, 16, 72, 200}) {
-      Tensor x = Tensor::zeros(kBF16, {tokens, kHidden}).value();
+      Tensor x = Tensor::zeros(rows, {tokens, kHidden}).value();
       const auto chosen = [&](std::int64_t t) { return (t * 5 + 71) % kHidden; };
       for (std::int64_t t = 0; t < tokens; ++t) {
-        store_from_f32(x.data(), kBF16, t * kHidden + chosen(t), 1.0F);
+        store_from_f32(x.data(), rows, t * kHidden + chosen(t), 1.0F);
       }
       const Tensor got = logits_of(gate, DeviceTensor::copy_of(x.view(), kGateGpu).value());
       for (std::int64_t i = 0; i < tokens * kExperts; ++i) {
@@ -174,6 +175,42 @@ TEST(CudaGateLinear, PartsOfAWeightAddUpToIt) {
         ASSERT_EQ(got.as<float>()[i], load_as_f32(w.data(), dtype, at)) << tokens << ' ' << i;
       }
     }
+  }
+}
+
+// F16 weights in F32, as in GGUF files, meet F16 rows as they are; one value that F16 has not, and all
+// are F32.
+TEST(CudaGateLinear, RowsInF16MeetWeightsInF16WhereNoneIsRounded) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  constexpr std::int64_t kExperts = 60, kHidden = 1032;
+  test::Rng rng(12);
+  const Tensor half = test::random_normal(rng, kF16, {kExperts, kHidden});
+  Tensor wide = Tensor::zeros(kF32, half.shape()).value();
+  for (std::int64_t i = 0; i < kExperts * kHidden; ++i)
+    wide.as<float>()[i] = load_as_f32(half.data(), kF16, i);
+  for (const std::int64_t tokens : {1, 40, 700}) {
+    const Tensor x = test::random_normal(rng, kF16, {tokens, kHidden});
+    const DeviceTensor on = DeviceTensor::copy_of(x.view(), kGateGpu).value();
+    const auto logits = [&](const Tensor& weight, DType rows_dtype) {
+      const cuda::CudaGate gate = cuda::CudaGate::create(weight.view(), {}, {}, rows_dtype).value();
+      DeviceTensor out = DeviceTensor::uninitialized(kGateGpu, kF32, {tokens, kExperts}).value();
+      EXPECT_TRUE(gate.enqueue(nullptr, on.view().data, kF16, tokens,
+                               reinterpret_cast<float*>(out.view().data))
+                      .ok());
+      EXPECT_TRUE(synchronize(kGateGpu).ok());
+      Tensor host = Tensor::zeros(kF32, out.view().shape).value();
+      EXPECT_TRUE(copy_tensor(out.view(), host.view()).ok());
+      return host;
+    };
+    std::string why;
+    EXPECT_TRUE(test::same_bits(logits(wide, kF16).view(), logits(half, kBF16).view(), &why))
+        << why;
+    const float had = wide.as<float>()[5];
+    wide.as<float>()[5] = 1.0F + 0x1p-15F;
+    EXPECT_TRUE(test::same_bits(logits(wide, kF16).view(), logits(wide, kBF16).view(), &why))
+        << why;
+    wide.as<float>()[5] = had;
   }
 }
 

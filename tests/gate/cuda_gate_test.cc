@@ -24,6 +24,11 @@ struct Case {
   std::int64_t tokens, experts, hidden;
   bool weight_f32, bias;
   DType x_dtype = DType::kBF16;
+  bool weight_f16 = false;
+
+  DType weight_dtype() const {
+    return weight_f32 ? DType::kF32 : weight_f16 ? DType::kF16 : DType::kBF16;
+  }
 };
 
 struct Data {
@@ -37,7 +42,7 @@ struct Data {
     x = test::random_normal(rng, c.x_dtype, {c.tokens, c.hidden});
     for (std::int64_t i = 0; i < c.experts * c.hidden; ++i) {
       w32.push_back(static_cast<float>(rng.normal()) * scale);
-      w16.push_back(bf16_from_f32(w32.back()));
+      w16.push_back(c.weight_f16 ? f16_from_f32(w32.back()) : bf16_from_f32(w32.back()));
     }
     for (std::int64_t i = 0; i < c.experts; ++i) bias.push_back(static_cast<float>(rng.normal()));
   }
@@ -57,6 +62,7 @@ std::vector<float> run(const Case& c, const Data& d, std::int64_t first, std::in
   p.x_dtype = c.x_dtype;
   p.weight = w.as();
   p.weight_f32 = c.weight_f32;
+  p.weight_f16 = c.weight_f16;
   p.bias = c.bias ? bias.as<float>() : nullptr;
   p.tokens = count;
   p.experts = static_cast<std::int32_t>(c.experts);
@@ -120,15 +126,24 @@ const Case kCases[] = {
     {3, 5, 31, false, true, DType::kF16},
 };
 
+// All of them, those of bf16 in F16 too.
+std::vector<Case> all_cases() {
+  std::vector<Case> cases(std::begin(kCases), std::end(kCases));
+  for (const Case& c : kCases) {
+    if (c.weight_f32 || c.x_dtype != DType::kBF16 || c.hidden % 8 != 0) continue;
+    cases.push_back({c.tokens, c.experts, c.hidden, false, c.bias, DType::kF16, true});
+  }
+  return cases;
+}
+
 TEST(CudaGate, WithinTheBoundOfTheReference) {
   REQUIRE_HOPPER();
-  for (const Case& c : kCases) {
+  for (const Case& c : all_cases()) {
     const Data d(c);
     const std::vector<float> logits = run(c, d, 0, c.tokens);
     const auto bytes = [](const void* p) { return static_cast<const std::byte*>(p); };
     const ConstTensorView x = d.x.view();
-    const ConstTensorView w(bytes(d.weight(c)), c.weight_f32 ? DType::kF32 : DType::kBF16,
-                            {c.experts, c.hidden});
+    const ConstTensorView w(bytes(d.weight(c)), c.weight_dtype(), {c.experts, c.hidden});
     const ConstTensorView bias =
         c.bias ? ConstTensorView(bytes(d.bias.data()), DType::kF32, {c.experts})
                : ConstTensorView();
@@ -145,20 +160,24 @@ TEST(CudaGate, WithinTheBoundOfTheReference) {
 // Sums of small integers are exact in any order, in every kernel.
 TEST(CudaGate, ExactOnIntegers) {
   REQUIRE_HOPPER();
-  for (const Case& c : {Case{1, 100, 1032, false, true}, Case{5, 100, 1032, false, false},
-                        Case{16, 100, 1032, false, true}, Case{40, 100, 1032, false, true},
-                        Case{128, 100, 1032, false, false}, Case{300, 100, 1032, false, true},
-                        Case{1100, 90, 264, false, true}, Case{1, 256, 3072, true, false},
-                        Case{20, 256, 3072, true, true}}) {
+  for (const Case& c :
+       {Case{1, 100, 1032, false, true}, Case{5, 100, 1032, false, false},
+        Case{16, 100, 1032, false, true}, Case{40, 100, 1032, false, true},
+        Case{128, 100, 1032, false, false}, Case{300, 100, 1032, false, true},
+        Case{1100, 90, 264, false, true}, Case{1, 256, 3072, true, false},
+        Case{20, 256, 3072, true, true}, Case{5, 100, 1032, false, true, DType::kF16, true},
+        Case{40, 100, 1032, false, false, DType::kF16, true},
+        Case{300, 100, 1032, false, true, DType::kF16, true}}) {
     Data d(c);
     Rng rng(3);
+    const auto code = [&](float v) { return c.weight_f16 ? f16_from_f32(v) : bf16_from_f32(v); };
     auto* const x = reinterpret_cast<std::uint16_t*>(d.x.data());
     for (std::int64_t i = 0; i < c.tokens * c.hidden; ++i) {
-      x[i] = bf16_from_f32(static_cast<float>(rng.integer(-4, 4)));
+      x[i] = code(static_cast<float>(rng.integer(-4, 4)));
     }
     for (std::size_t i = 0; i < d.w32.size(); ++i) {
       d.w32[i] = static_cast<float>(rng.integer(-4, 4));
-      d.w16[i] = bf16_from_f32(d.w32[i]);
+      d.w16[i] = code(d.w32[i]);
     }
     for (auto& b : d.bias) b = static_cast<float>(rng.integer(-4, 4));
     const std::vector<float> got = run(c, d, 0, c.tokens);
@@ -166,7 +185,8 @@ TEST(CudaGate, ExactOnIntegers) {
       for (std::int64_t e = 0; e < c.experts; ++e) {
         float want = c.bias ? d.bias[static_cast<std::size_t>(e)] : 0.0F;
         for (std::int64_t h = 0; h < c.hidden; ++h) {
-          want += f32_from_bf16(x[t * c.hidden + h]) *
+          const std::uint16_t row = x[t * c.hidden + h];
+          want += (c.weight_f16 ? f32_from_f16(row) : f32_from_bf16(row)) *
                   d.w32[static_cast<std::size_t>(e * c.hidden + h)];
         }
         ASSERT_EQ(got[static_cast<std::size_t>(t * c.experts + e)], want)
@@ -204,6 +224,11 @@ TEST(CudaGate, KernelsBySizeAndDType) {
   EXPECT_EQ(choice(64, 8, 32768), GateKernel::kTiledPipeline) << "rows too long for shared memory";
   EXPECT_EQ(choice(1, 8, 7163), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(1, 256, 7168, false, DType::kF16), GateKernel::kWarpPerLogit);
+  cuda::GateParams half = shape_of(1, 256, 7168);
+  half.weight_f16 = true;
+  EXPECT_EQ(choose_gate_kernel(half), GateKernel::kWarpPerLogit) << "rows of bf16";
+  half.x_dtype = DType::kF16;
+  EXPECT_EQ(choose_gate_kernel(half), GateKernel::kOneWave);
   EXPECT_EQ(choice(32, 256, 3072, true), GateKernel::kFp32Rows);
   EXPECT_EQ(choice(32, 128, 6144, true, DType::kF32), GateKernel::kFp32Rows);
   EXPECT_EQ(choice(33, 256, 3072, true), GateKernel::kWarpPerLogit);
@@ -258,7 +283,7 @@ TEST(CudaGate, TilesOfThePipeline) {
 
 TEST(CudaGate, ATokenAloneHasTheBitsItHasInABatch) {
   REQUIRE_HOPPER();
-  for (const Case& c : kCases) {
+  for (const Case& c : all_cases()) {
     const Data d(c);
     const std::vector<float> batch = run(c, d, 0, c.tokens);
     const std::int64_t last = c.tokens - 1;

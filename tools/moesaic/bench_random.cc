@@ -294,7 +294,8 @@ class RandomSource final : public ExpertSource {
       MOESAIC_ASSIGN_OR_RETURN(m.zero, Tensor::uninitialized(DType::kU8, m.scale.shape()));
       for (std::int64_t i = 0; i < m.zero.bytes(); ++i) {
         const std::uint64_t draw = mix(seed + static_cast<std::uint64_t>(i));
-        m.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(static_cast<std::uint64_t>(middle - 1) + draw % 3);
+        m.zero.as<std::uint8_t>()[i] =
+            static_cast<std::uint8_t>(static_cast<std::uint64_t>(middle - 1) + draw % 3);
       }
     }
     if (w.zero_point == ZeroPoint::kMin) {
@@ -339,8 +340,10 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   MoeLayerTensors t;
   const std::int64_t logits = spec.routing.num_experts + spec.routing.num_zero_experts;
   const double sd = 1.0 / std::sqrt(static_cast<double>(spec.hidden_size));
+  // As such models store it.
+  const DType of_gate = spec.activation_dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
   MOESAIC_ASSIGN_OR_RETURN(t.gate_weight,
-                           random_tensor(DType::kBF16, {logits, spec.hidden_size}, sd, seed + 1));
+                           random_tensor(of_gate, {logits, spec.hidden_size}, sd, seed + 1));
   if (spec.has_router_bias) {
     MOESAIC_ASSIGN_OR_RETURN(t.gate_bias, random_tensor(DType::kF32, {logits}, 0.1, seed + 2));
     for (std::size_t e = 0; e < routing_bias.size(); ++e) {

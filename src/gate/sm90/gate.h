@@ -20,9 +20,10 @@ inline constexpr int kMostGateParts = 3;
 struct GateParams {
   const void* x = nullptr;       // [tokens, hidden] of x_dtype, contiguous, 16-byte aligned
   DType x_dtype = DType::kBF16;  // BF16, F16 or F32
-  const void* weight = nullptr;  // [experts, hidden] f32, or [experts, parts, hidden] bf16,
-                                 // contiguous, 16-byte aligned
+  const void* weight = nullptr;  // [experts, hidden] f32, or [experts, parts, hidden] bf16, or
+                                 // [experts, hidden] F16; contiguous, 16-byte aligned
   bool weight_f32 = false;
+  bool weight_f16 = false;      // for rows of F16 on tensor cores only
   std::int32_t parts = 1;       // bf16 numbers that a weight is the sum of
   const float* bias = nullptr;  // [experts] or null
   std::int64_t tokens = 0;
@@ -31,6 +32,8 @@ struct GateParams {
   float* logits = nullptr;   // [tokens, experts], overlaps nothing
   ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
 
+  // Rows and weight are F16.
+  MOESAIC_HOST_DEVICE constexpr bool is_half() const { return weight_f16; }
   // Elements of a row of the weight, and the one of x that is multiplied with element k.
   MOESAIC_HOST_DEVICE constexpr std::int32_t depth() const { return hidden * parts; }
   MOESAIC_HOST_DEVICE constexpr std::int32_t column(std::int32_t k) const {
@@ -74,8 +77,8 @@ inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTrait
   return GatePlan(params, device).of(params.tokens);
 }
 
-// bf16 rows and weights with hidden a multiple of 8, of several parts at least 64, take the tensor
-// cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements
+// bf16 rows and weights, or both of F16, with hidden a multiple of 8, of several parts at least 64,
+// take the tensor cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements
 // 8 (l + 32 i) .. + 7 in ascending order with fused multiply-adds, then the lanes are added by
 // halving distances. Either way the bits of a logit depend on its two rows alone, not on tokens,
 // neighbours, launch or which of the kernels ran. Error: <= (depth() / 32 + 64) * 2^-24 * sum|x w|,

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "gate/sm90/bf16_parts.h"
 #include "gate/sm90/gate.h"
@@ -72,7 +73,7 @@ Status round_logits(const float* from, std::int64_t count, const gate::LogitRoun
 }
 
 Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
-                                  const gate::LogitRounding& rounding) {
+                                  const gate::LogitRounding& rounding, DType rows_dtype) {
   if (weight.rank() != 2 || weight.dim(0) < 1 || weight.dim(1) < 1) {
     return Status(StatusCode::kInvalidShape,
                   fmt::format("gate weight: got {}, need [num_experts, hidden_size], both >= 1",
@@ -85,11 +86,16 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
   gate.experts_ = weight.dim(0);
   gate.hidden_ = weight.dim(1);
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(weight.dtype, weight.shape));
+  const bool half = weight.dtype == DType::kF16 || rows_dtype == DType::kF16;
+  const std::int64_t count = gate.experts_ * gate.hidden_;
+  std::vector<float> values;
+  if (half || weight.dtype != DType::kBF16) {
+    MOESAIC_ASSIGN_OR_RETURN(values, widened(weight, count));
+  }
+  if (half) MOESAIC_RETURN_IF_ERROR(gate.upload_half(values));
   if (weight.dtype == DType::kBF16) {
     MOESAIC_RETURN_IF_ERROR(upload("gate weight", weight.data, bytes, gate.weight_));
   } else {
-    const std::int64_t count = gate.experts_ * gate.hidden_;
-    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(weight, count));
     // Several parts only where the tensor cores take them.
     GateParams of_parts = gate.params(nullptr, DType::kBF16, 0, nullptr);
     of_parts.parts = count_bf16_parts(values);
@@ -117,6 +123,27 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
   return gate;
 }
 
+// Only where all of them are such numbers and the tensor cores take them.
+Status CudaGate::upload_half(const std::vector<float>& values) {
+  GateParams p = params(nullptr, DType::kF16, 0, nullptr);
+  p.weight_f16 = true;
+  p.weight_f32 = false;
+  if (GatePlan(p, device_).of(1) == GateKernel::kWarpPerLogit) return {};
+  std::vector<std::uint16_t> codes;
+  try {
+    codes.reserve(values.size());
+    for (const float v : values) {
+      const std::uint16_t code = f16_from_f32(v);
+      if (f32_from_f16(code) != v && !MOESAIC_FAULT(cuda_gate_rounds_weights_to_f16)) return {};
+      codes.push_back(code);
+    }
+  } catch (const std::bad_alloc&) {
+    return {StatusCode::kOutOfMemory,
+            fmt::format("gate: cannot allocate {} numbers on the host", values.size())};
+  }
+  return upload("gate weight", codes.data(), static_cast<std::int64_t>(codes.size()) * 2, half_);
+}
+
 const GatePlan& CudaGate::plan(DType x_dtype) const {
   return x_dtype == DType::kBF16 ? of_bf16_ : x_dtype == DType::kF16 ? of_f16_ : of_f32_;
 }
@@ -126,9 +153,10 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
   GateParams p;
   p.x = x;
   p.x_dtype = x_dtype;
-  p.weight_f32 = parts_ == 0 || (parts_ > 1 && x_dtype != DType::kBF16);
-  p.weight = p.weight_f32 ? wide_.as<void>() : weight_.as<void>();
-  p.parts = p.weight_f32 ? 1 : parts_;
+  p.weight_f16 = x_dtype == DType::kF16 && half_.bytes() > 0;
+  p.weight_f32 = !p.weight_f16 && (parts_ == 0 || (parts_ > 1 && x_dtype != DType::kBF16));
+  p.weight = p.weight_f16 ? half_.as<void>() : p.weight_f32 ? wide_.as<void>() : weight_.as<void>();
+  p.parts = p.weight_f32 || p.weight_f16 ? 1 : parts_;
   p.bias = bias_.as<float>();
   p.tokens = tokens;
   p.experts = static_cast<std::int32_t>(experts_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "cuda/device_memory.h"
 #include "cuda/experts_prologue.h"
@@ -22,10 +23,13 @@ class CudaGate {
  public:
   // Host tensors as GateLinear::create takes them; copied to the current device. F32 and F16 weights
   // as bf16 where all values are bf16 numbers; else as sums of two or three for bf16 rows, and as F32
-  // for others. `rounding`: what every call does to its logits, which stay fp32 numbers, by one kernel
-  // more behind the gate's. Errors: shapes and dtypes as there, kOutOfMemory, kDevice.
+  // for others. Where rows of F16 are to be expected (weights or rows_dtype, the model's, are F16) as
+  // F16 besides, if all values are such numbers. `rounding`: what every call does to its logits,
+  // which stay fp32 numbers, by one kernel more behind the gate's. Errors: shapes and dtypes as
+  // there, kOutOfMemory, kDevice.
   static Result<CudaGate> create(ConstTensorView weight, ConstTensorView bias,
-                                 const gate::LogitRounding& rounding = {});
+                                 const gate::LogitRounding& rounding = {},
+                                 DType rows_dtype = DType::kBF16);
 
   // x [tokens, H] of x_dtype (F32, BF16 or F16) to logits [tokens, E], device pointers as
   // launch_gate takes them. The accumulator is fp32 and is not rounded in any tier.
@@ -36,12 +40,15 @@ class CudaGate {
   bool runs_prologue(DType x_dtype, std::int64_t tokens) const;
 
   std::int64_t num_experts() const { return experts_; }
-  std::int64_t bytes() const { return weight_.bytes() + wide_.bytes() + bias_.bytes(); }
+  std::int64_t bytes() const {
+    return weight_.bytes() + half_.bytes() + wide_.bytes() + bias_.bytes();
+  }
 
  private:
+  Status upload_half(const std::vector<float>& values);
   const GatePlan& plan(DType x_dtype) const;
   GateParams params(const void* x, DType x_dtype, std::int64_t tokens, float* logits) const;
-  Allocation weight_, wide_, bias_;  // bf16, F32
+  Allocation weight_, half_, wide_, bias_;  // bf16, F16, F32
   DeviceTraits device_;
   GatePlan of_bf16_, of_f16_, of_f32_;  // by x_dtype
   gate::LogitRounding rounding_;

@@ -27,20 +27,29 @@ __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[2], std::uint32
                : "=r"(r[0]), "=r"(r[1])
                : "r"(address));
 }
-// d [16 experts, 8 tokens] += a [16 experts, 16 k] * b [16 k, 8 tokens].
+// d [16 experts, 8 tokens] += a [16 experts, 16 k] * b [16 k, 8 tokens], of bf16 or F16.
+template <bool kHalf>
 __device__ __forceinline__ void multiply(float (&d)[4], const std::uint32_t (&a)[4],
                                          std::uint32_t b0, std::uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (kHalf) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
 }
 
 // A warp's slice of 16 experts and Tokens tokens (8 or a multiple of 16) of which `left` are there:
 // `experts` and `tokens` are the shared addresses of the operands' first rows at the slice; rows
 // lie `pitch` bytes apart, an odd number of 16-byte pieces.
-template <int Tokens>
+template <bool kHalf, int Tokens>
 __device__ __forceinline__ void multiply_slice(std::uint32_t experts, std::uint32_t tokens,
                                                std::uint32_t pitch, int steps, int left,
                                                float (&part)[Tokens / 8][4]) {
@@ -61,15 +70,15 @@ __device__ __forceinline__ void multiply_slice(std::uint32_t experts, std::uint3
     if constexpr (Tokens < 16) {
       std::uint32_t b[2];
       load_matrices(b, b_at + k);
-      multiply(part[0], a, b[0], b[1]);
+      multiply<kHalf>(part[0], a, b[0], b[1]);
     } else {
 #pragma unroll
       for (int n = 0; n < Tokens / 8; n += 2) {
         if (n * 8 >= left) break;  // fragments of tokens that are not there cost nothing
         std::uint32_t b[4];
         load_matrices(b, b_at + static_cast<std::uint32_t>(n * 8) * pitch + k);
-        multiply(part[n], a, b[0], b[1]);
-        multiply(part[n + 1], a, b[2], b[3]);
+        multiply<kHalf>(part[n], a, b[0], b[1]);
+        multiply<kHalf>(part[n + 1], a, b[2], b[3]);
       }
     }
   }

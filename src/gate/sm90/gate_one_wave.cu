@@ -13,8 +13,8 @@
 namespace moesaic::cuda {
 namespace {
 
-// One block. Tokens: 8 or 16; Steps of 16 elements per slice, 0: known at run time.
-template <int Tokens, int Steps>
+// One block. Tokens: 8 or 16; Steps of 16 elements per slice, 0: known at run time; kHalf: of F16.
+template <int Tokens, int Steps, bool kHalf>
 class OneWaveGate {
  public:
   static constexpr int kExperts = 16;
@@ -63,7 +63,7 @@ class OneWaveGate {
     ptx::async_wait<0>();
     sync();
     float part[Tokens / 8][4];
-    multiply_slice<Tokens>(experts_, tokens_, pitch_, steps_, left_, part);
+    multiply_slice<kHalf, Tokens>(experts_, tokens_, pitch_, steps_, left_, part);
     sync();  // operands have been read, the sums take their place
     constexpr int kPitch = kExperts + 4;
     store_part<Tokens>(sums_ + slice_ * Tokens * kPitch, kPitch, 0, part);
@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
   gate.store();
 }
 
-template <int Tokens, int Steps, RowForms kForms>
+template <int Tokens, int Steps, bool kHalf, RowForms kForms>
 cudaError_t launch(const GateParams& p, void* stream) {
-  using Gate = OneWaveGate<Tokens, Steps>;
+  using Gate = OneWaveGate<Tokens, Steps, kHalf>;
   static OncePerDevice once;
   const cudaError_t prepared =
       once([] { return allow_all_shared_memory(gate_one_wave<Gate, kForms>); });
@@ -159,21 +159,23 @@ cudaError_t launch(const GateParams& p, void* stream) {
                               one_wave_bytes(Tokens, p.depth()), stream);
 }
 
-template <int Steps, RowForms kForms>
+template <int Steps, bool kHalf, RowForms kForms>
 cudaError_t launch_forms(const GateParams& p, void* stream) {
-  return p.tokens <= 8 ? launch<8, Steps, kForms>(p, stream) : launch<16, Steps, kForms>(p, stream);
+  return p.tokens <= 8 ? launch<8, Steps, kHalf, kForms>(p, stream)
+                       : launch<16, Steps, kHalf, kForms>(p, stream);
 }
 template <int Steps>
 cudaError_t launch_steps(const GateParams& p, void* stream) {
   return forms_with(p.prologue.quant.form) == RowForms::kGroups
-             ? launch_forms<Steps, RowForms::kGroups>(p, stream)
-             : launch_forms<Steps, RowForms::kAll>(p, stream);
+             ? launch_forms<Steps, false, RowForms::kGroups>(p, stream)
+             : launch_forms<Steps, false, RowForms::kAll>(p, stream);
 }
 
 }  // namespace
 
 int launch_gate_one_wave(const GateParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
+  if (p.is_half()) return static_cast<int>(launch_forms<0, true, RowForms::kAll>(p, stream));
   return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch_steps<kGateSteps7168>(p, stream)
                               : launch_steps<0>(p, stream));

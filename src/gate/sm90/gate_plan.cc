@@ -13,8 +13,9 @@ constexpr std::int32_t kLongest = 1 << 20;                   // elements of a ro
 constexpr std::int32_t kShortest = 64;                       // of several parts: a chunk wraps once
 
 bool fits_tensor_cores(const GateParams& p) {
-  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 &&
-         p.hidden <= kLongest / p.parts && (p.parts == 1 || p.hidden >= kShortest);
+  const bool alike = p.x_dtype == (p.weight_f16 ? DType::kF16 : DType::kBF16) && !p.weight_f32;
+  return alike && p.hidden % 8 == 0 && p.hidden <= kLongest / p.parts &&
+         (p.parts == 1 || p.hidden >= kShortest);
 }
 
 // Shapes whose whole weight row fits a warp's registers (MiniMax).

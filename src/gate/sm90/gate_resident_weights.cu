@@ -26,7 +26,7 @@ constexpr int kSums = kReceived + kResidentTokens * kExperts * 4;
 constexpr int kWeights = kSums + kGateSlicesOfGroup * kTokens * kSumPitch * 4;
 static_assert(kWeights == kResidentFixedBytes);
 
-template <int Steps>
+template <int Steps, bool kHalf>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_resident_weights(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(128) char shared[];
@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int turn = t - first_tile, b = turn % kBuffers, left = min(tokens - t * kTokens, kTokens);
     ptx::mbarrier_wait(bar(1 + b), static_cast<std::uint32_t>(turn / kBuffers) & 1);
     float part[kTokens / 8][4];
-    multiply_slice<kTokens>(experts + slice_at, buffer(b) + slice_at, pitch, steps, left, part);
+    multiply_slice<kHalf, kTokens>(experts + slice_at, buffer(b) + slice_at, pitch, steps, left,
+                                   part);
     __syncthreads();  // the buffer and the sums are free
     if (warp == 0 && t + kBuffers < end_tile) {
       request_tile(t + kBuffers, b);
@@ -141,14 +142,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int Steps>
+template <int Steps, bool kHalf = false>
 cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream) {
   static OncePerDevice once;
   const cudaError_t prepared =
-      once([] { return allow_all_shared_memory(gate_resident_weights<Steps>); });
+      once([] { return allow_all_shared_memory(gate_resident_weights<Steps, kHalf>); });
   if (prepared != cudaSuccess) return prepared;
   return launch_gate_clusters(
-      gate_resident_weights<Steps>, p, kGateGroups, (p.experts + kExperts - 1) / kExperts,
+      gate_resident_weights<Steps, kHalf>, p, kGateGroups, (p.experts + kExperts - 1) / kExperts,
       resident_weights_lines(p, device), kThreads, resident_weights_bytes(p.depth()), stream);
 }
 
@@ -156,6 +157,7 @@ cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream
 
 int launch_gate_resident_weights(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
+  if (p.is_half()) return static_cast<int>(launch<0, true>(p, device, stream));
   return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch<kGateSteps7168>(p, device, stream)
                               : launch<0>(p, device, stream));

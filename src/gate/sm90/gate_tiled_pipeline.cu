@@ -12,6 +12,7 @@
 #include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/ptx/wgmma_shapes_f16.cuh"
 #include "gate/sm90/gate_clusters.cuh"
 #include "gate/sm90/gate_tiled_pipeline_load.cuh"
 
@@ -39,9 +40,9 @@ __device__ __forceinline__ void multiply_steps(std::uint32_t a, std::uint32_t b,
   ptx::wgmma_fence();
 #pragma unroll
   for (std::uint32_t s = 0; s < kSteps; ++s) {
-    ptx::Wgmma<ptx::BF16, T::kColumns>::run(part, ptx::wgmma_descriptor(a + s * ptx::kWgmmaStep),
-                                            ptx::wgmma_descriptor(b + s * ptx::kWgmmaStep),
-                                            accumulate || s > 0 ? 1 : 0);
+    ptx::Wgmma<typename T::Element, T::kColumns>::run(
+        part, ptx::wgmma_descriptor(a + s * ptx::kWgmmaStep),
+        ptx::wgmma_descriptor(b + s * ptx::kWgmmaStep), accumulate || s > 0 ? 1 : 0);
   }
   ptx::wgmma_commit();
 }
@@ -228,9 +229,9 @@ __global__ void __launch_bounds__(kLoaders + kMultipliers, 1)
   }
 }
 
-template <int Tokens, int Experts, int Cluster>
+template <class Element, int Tokens, int Experts, int Cluster>
 cudaError_t launch(const GateParams& p, void* stream) {
-  using T = Tile<Tokens, Experts, Cluster>;
+  using T = Tile<Element, Tokens, Experts, Cluster>;
   static OncePerDevice once;
   const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_tiled_pipeline<T>); });
   if (prepared != cudaSuccess) return prepared;
@@ -243,25 +244,35 @@ cudaError_t launch(const GateParams& p, void* stream) {
 }  // namespace
 }  // namespace gate_tiled
 
-int launch_gate_tiled_pipeline(const GateParams& p, const DeviceTraits& device, void* stream) {
-  MOESAIC_ARM_CUDA_FAULTS();
+namespace {
+
+template <class Element>
+int launch_tiles(const GateParams& p, const DeviceTraits& device, void* stream) {
   const TiledPipelineGrid g = tiled_pipeline_grid(p, device);
   const auto run = [&]<int Tokens, int Experts>(std::integral_constant<int, Tokens>,
                                                 std::integral_constant<int, Experts>) {
-    if (g.cluster == 8) return gate_tiled::launch<Tokens, Experts, 8>(p, stream);
+    if (g.cluster == 8) return gate_tiled::launch<Element, Tokens, Experts, 8>(p, stream);
     if constexpr (Tokens * 2 != Experts) {
-      if (g.cluster == 4) return gate_tiled::launch<Tokens, Experts, 4>(p, stream);
+      if (g.cluster == 4) return gate_tiled::launch<Element, Tokens, Experts, 4>(p, stream);
     }
     if constexpr (Tokens == 64) {
-      if (g.cluster == 2) return gate_tiled::launch<Tokens, Experts, 2>(p, stream);
+      if (g.cluster == 2) return gate_tiled::launch<Element, Tokens, Experts, 2>(p, stream);
     }
-    return gate_tiled::launch<Tokens, Experts, 1>(p, stream);
+    return gate_tiled::launch<Element, Tokens, Experts, 1>(p, stream);
   };
   constexpr std::integral_constant<int, 64> k64;
   constexpr std::integral_constant<int, 128> k128;
   return static_cast<int>(g.tokens == 128    ? run(k128, k128)
                           : g.experts == 128 ? run(k64, k128)
                                              : run(k64, k64));
+}
+
+}  // namespace
+
+int launch_gate_tiled_pipeline(const GateParams& p, const DeviceTraits& device, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  return p.is_half() ? launch_tiles<ptx::F16>(p, device, stream)
+                     : launch_tiles<ptx::BF16>(p, device, stream);
 }
 
 }  // namespace moesaic::cuda

@@ -12,10 +12,11 @@ inline constexpr int kChunk = 64;  // elements of K per stage: rows of 128 bytes
 inline constexpr int kLoaders = 128, kMultipliers = 256;
 inline constexpr int kConsumerWarps = kMultipliers / 32;
 
-// Tokens by experts of a block, and the blocks that share its K. Shared memory: the ring, which the
+// Of bf16 or F16: tokens by experts of a block, and the blocks that share its K. Shared memory: the ring, which the
 // sums of the groups replace in the end, then barriers (full, empty) of each stage.
-template <int Tokens, int Experts, int Cluster>
+template <class OfElement, int Tokens, int Experts, int Cluster>
 struct Tile {
+  using Element = OfElement;
   static constexpr int kTokens = Tokens, kExperts = Experts, kCluster = Cluster;
   static constexpr int kGroups = kGateGroups / Cluster;  // of a block
   // Of a warpgroup: 64 tokens and all experts, or all tokens and half of the experts.

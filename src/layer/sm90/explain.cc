@@ -27,9 +27,11 @@ std::string_view need_of(GateKernel kernel) {
   switch (kernel) {
     case GateKernel::kOneWave:
     case GateKernel::kResidentWeights:
-      return "bf16 rows of a multiple of 8 that fit shared memory, of F32 weights at least 64";
+      return "bf16 rows, or F16 as the weight has, of a multiple of 8 that fit shared memory, of "
+             "F32 "
+             "weights at least 64";
     case GateKernel::kTiledPipeline:
-      return "bf16 rows of a multiple of 8, of F32 weights at least 64";
+      return "bf16 rows, or F16 as the weight has, of a multiple of 8, of F32 weights at least 64";
     case GateKernel::kFp32Rows:
       return "F32 rows, and F32 weights of [256, 3072] or [128, 6144]";
     case GateKernel::kWarpPerLogit:
@@ -44,6 +46,11 @@ std::string_view need_of(GateKernel kernel) {
 void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
   p.parts = plan.gate_dtype == DType::kF32 ? 3 : plan.gate_dtype == DType::kF16 ? 2 : 1;
+  if (plan.gate_dtype == DType::kF16 && plan.rows_dtype == DType::kF16) {
+    p.x_dtype = DType::kF16;
+    p.weight_f16 = true;
+    p.parts = 1;
+  }
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
   const GatePlan gate(p);

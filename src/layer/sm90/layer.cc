@@ -86,8 +86,8 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
     MOESAIC_RETURN_IF_ERROR(upload_constant("shared weights", options.max_tokens, kOne, ones));
     return upload_constant("shared ids", options.max_tokens, id, shared_ids);
   }
-  MOESAIC_ASSIGN_OR_RETURN(shared_gate,
-                           CudaGate::create(weights.tensors.shared_gate_weight.view(), {}));
+  MOESAIC_ASSIGN_OR_RETURN(shared_gate, CudaGate::create(weights.tensors.shared_gate_weight.view(),
+                                                         {}, {}, plan.rows_dtype));
   Router::Options router_options;
   router_options.spec.method = RoutingMethod::kLlama4;
   router_options.spec.num_experts = router_options.spec.top_k = 1;
@@ -109,8 +109,8 @@ Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
   MoeLayerWeights& weights = parts.weights;
   const MoeLayerTensors& t = weights.tensors;
   if (plan.has_gate) {
-    Result<CudaGate> made =
-        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
+    Result<CudaGate> made = CudaGate::create(t.gate_weight.view(), t.gate_bias.view(),
+                                             plan.logit_rounding(), plan.rows_dtype);
     if (!made.ok()) return made.status().with_context("gate");
     gate = std::move(made).value();
   }
