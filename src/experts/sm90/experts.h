@@ -87,9 +87,6 @@ struct CudaExpertsArgs {
   std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
   // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
   std::int64_t used_experts = 0;
-  // Of a token's slots so many name the same expert in every token, for the choice of the kernel only:
-  // it is that for the other experts.
-  std::int64_t constant_slots = 0;
   // How many rows have experts here, for the choice of the kernel only; 0: `tokens`.
   std::int64_t likely_tokens = 0;
   // Of more than kComparedPairs pairs, for results that are slots: which rows are there. The others'

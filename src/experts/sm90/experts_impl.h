@@ -43,11 +43,10 @@ struct CudaExperts::Impl {
   Status make_rows(void* stream, const CudaExpertsArgs& a, const MoeProblem& of_rows,
                    const ExpertsWorkspace& w, std::int32_t rows_per_record) const;
   GroupedVariant variant(const CudaExpertsArgs& a) const {
-    return choose_grouped(plan.format->tiles, plan.epilogue,
-                          a.likely_tokens > 0 ? a.likely_tokens : a.tokens,
-                          a.top_k > 0 ? a.top_k : problem.top_k,
-                          a.used_experts > 0 ? a.used_experts : problem.num_experts,
-                          plan.w13.bands(), traits, a.constant_slots);
+    return choose_grouped(
+        plan.format->tiles, plan.epilogue, a.likely_tokens > 0 ? a.likely_tokens : a.tokens,
+        a.top_k > 0 ? a.top_k : problem.top_k,
+        a.used_experts > 0 ? a.used_experts : problem.num_experts, plan.w13.bands(), traits);
   }
   // F16 operand rows are made of the call's.
   bool makes_half_rows(const CudaExpertsArgs& a) const {

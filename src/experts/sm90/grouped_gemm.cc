@@ -19,7 +19,7 @@ GroupedActivation grouped_activation(const ActivationSpec& a) {
 
 GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std::int64_t tokens,
                               std::int64_t top_k, std::int64_t experts, std::int64_t bands,
-                              const DeviceTraits& device, std::int64_t constant_slots) {
+                              const DeviceTraits& device) {
   GroupedVariant v;
   v.epilogue = epilogue;
   const bool swiglu = epilogue == EpilogueKind::kSwiglu;
@@ -29,8 +29,7 @@ GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std
   }
   // A group should hold every row of an ordinary expert, so that weights stream once. Uniform
   // routing gives rows per expert near the mean; twice the mean leaves room for skew.
-  const std::int64_t others = std::max<std::int64_t>(experts - constant_slots, 1);
-  const std::int64_t mean = (tokens * (top_k - constant_slots) + others - 1) / others;
+  const std::int64_t mean = (tokens * top_k + experts - 1) / experts;
   v.max_columns = mean <= rules.narrow_rows ? 32 : mean <= 32 ? rules.middle : rules.widest;
   if (!swiglu) return v;
   if (mean > 96 && mean <= rules.snug) v.max_columns = rules.snug;

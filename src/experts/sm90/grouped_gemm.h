@@ -215,11 +215,10 @@ constexpr std::int32_t rows_per_record(const GroupedVariant& v) {
 }
 
 // The build for `tokens` tokens of `top_k` experts each out of `experts` with `bands` bands of w13:
-// wider groups where experts have more rows, but for those of `constant_slots`, which have every
-// token's. Every choice gives the same bits.
+// wider groups where experts have more rows. Every choice gives the same bits.
 GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std::int64_t tokens,
                               std::int64_t top_k, std::int64_t experts, std::int64_t bands,
-                              const DeviceTraits& device, std::int64_t constant_slots = 0);
+                              const DeviceTraits& device);
 
 // Launches one build on `stream` (a cudaStream_t) with one CTA per multiprocessor, after the
 // kernels before it (programmatic dependent launch). Returns a cudaError_t value, 0 for success;

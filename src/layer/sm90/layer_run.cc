@@ -23,10 +23,7 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   CudaExpertsArgs a = routed_args({nullptr, x_dtype, nullptr, tokens}, w);
   CudaRouterArgs r;
   r.tokens = tokens;
-  if (with_shared) {
-    a.top_k = 0;
-    a.constant_slots = 1;
-  }
+  if (with_shared) a.top_k = 0;
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
   // A function of the caller's stands between the kernels.
@@ -355,7 +352,6 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
                                    const Out& out) const {
   CudaExpertsArgs a = routed_args(rows, w);
   a.top_k = 0;  // the experts' own: the joined one's slot too
-  a.constant_slots = 1;
   MOESAIC_RETURN_IF_ERROR(
       route(stream, rows, w, /*with_shared=*/true, out.numerics.empty() ? &a : nullptr));
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype, out.numerics));
