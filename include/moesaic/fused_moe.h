@@ -347,11 +347,11 @@ class FusedMoE {
   }
 
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
-  // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32 (either of every
-  // float dtype in F16 layers and where cuda_general computes all experts, on one rank that calls no
-  // functions on bf16 rows; over ranks the hidden states of an F16 or F32 layer), both contiguous
-  // and 16-byte aligned. More than max_tokens rows are
-  // several steps, one behind the other, with the same bits. Hidden states whose rows are further
+  // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32, both contiguous
+  // and 16-byte aligned. On one rank either may have any float dtype in layers of a model in F16 or
+  // F32 (experts that take bf16, and functions, see the rows rounded), in F16 layers and where
+  // cuda_general computes all experts without functions on bf16 rows; over ranks the hidden states
+  // of an F16 or F32 layer may. More than max_tokens rows are several steps, one behind the other, with the same bits. Hidden states whose rows are further
   // apart than H are copied first, to memory of the device's stream-ordered pool; else it allocates
   // nothing. Waits for nothing, reads nothing back: may be captured into a CUDA graph, whose replays
   // route anew. Over ranks it is collective and waits on the host for the other ranks, so a stream
