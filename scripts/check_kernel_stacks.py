@@ -24,6 +24,8 @@ KNOWN = {
     rf"\dInt4Bf16{TILE}136E": 80,
     rf"\dInt4Narrow{TILE}48E": 40,
     rf"\dInt4Minima{TILE}48E": 40,
+    rf"\dInt4Int8{TILE}48E": 56,
+    rf"\dInt4Int8Minima{TILE}48E": 80,
     rf"\dTableBf16{TILE}48E": 72,
     rf"\dInt4Fp8{TILE}136E": 64,
     rf"\d(Int8|Fp8)Bf16{TILE}128E": 48,

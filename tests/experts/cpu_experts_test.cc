@@ -136,6 +136,10 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"q4k-q6k", 96, 272, 1},
                         {"q4k-q6k-int8", 256, 96, 6},
                         {"q4k-q6k-int8", 512, 272, 40},
+                        {"q4k-q5k", 256, 96, 6},
+                        {"q5k-q6k", 256, 96, 6},
+                        {"q4k-q5k-int8", 512, 160, 40},
+                        {"q5k-q6k-int8", 512, 272, 40},
                         {"q40-q80", 160, 96, 9},
                         {"q40-q80-int8", 160, 96, 9}};
   std::uint64_t seed = 1;

@@ -36,8 +36,9 @@ constexpr const char* kQuants[] = {
     "nvfp4-rows", "nvfp4-bf16", "mxfp8-bf16", "int4-fp8",  "int4-fp8-static", "int4-g128",
     "nf4-bf16",   "int8-bf16",  "fp8-bf16",   "q4k"};
 // Other weights of the same formats.
-constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq", "gptq",  "fp4-bf16",
-                                       "u8-zero",      "q6k",      "q3k", "q4k-m", "q4k-q6k"};
+constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq",     "gptq",
+                                       "fp4-bf16",     "u8-zero",  "q6k",     "q3k",
+                                       "q4k-m",        "q4k-q6k",  "q4k-q5k", "q5k-q6k"};
 std::vector<const char*> all_quants() {
   std::vector<const char*> all(std::begin(kQuants), std::end(kQuants));
   all.insert(all.end(), std::begin(kMoreQuants), std::end(kMoreQuants));

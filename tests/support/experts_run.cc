@@ -50,17 +50,27 @@ Scheme scheme_called(std::string_view name) {
         stored.weight, stored.forms);
   }
   // Matrices of two types, each in its own form.
-  if (name == "q4k-q6k" || name == "q40-q80") {
-    const bool k = name == "q4k-q6k";
+  if (name == "q4k-q6k" || name == "q4k-q5k" || name == "q5k-q6k" || name == "q40-q80") {
     const auto stored = [](std::string_view called) {
       for (const Scheme& s : stored_schemes()) {
         if (s.name == called) return s.weight;
       }
       return OperandQuant();
     };
-    OperandQuant w = stored(k ? "q4_k_m" : "q8_0");
+    const OperandQuant q5k = scheme_called("q5k-super").weight;
+    OperandQuant w = stored("q4_k_m");  // of any of the k types
+    MatrixForms forms = {stored("q4_k"), stored("q6_k")};
+    if (name == "q4k-q5k") {
+      forms.w2 = q5k;
+      w.block_k = 32;
+    }
+    if (name == "q5k-q6k") forms.w13 = q5k;
+    if (name == "q40-q80") {
+      forms = {stored("q4_0"), stored("q8_0")};
+      w = forms.w2;
+    }
     Scheme scheme = with_weight(must(quant_scheme_from_name("int8-bf16"), "scheme_called"), w);
-    scheme.forms = MatrixForms{stored(k ? "q4_k" : "q4_0"), stored(k ? "q6_k" : "q8_0")};
+    scheme.forms = forms;
     return scheme;
   }
   // "q4k-super": the same with scales (and codes of 8 bits) as the k types of GGUF files have them.

@@ -6,9 +6,11 @@
 #include "experts/sm90/formats/fp8_bf16.h"
 #include "experts/sm90/formats/int4_bf16.h"
 #include "experts/sm90/formats/int4_int8.h"
+#include "experts/sm90/formats/int4_int8_minima.h"
 #include "experts/sm90/formats/int4_minima.h"
 #include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int8_bf16.h"
+#include "experts/sm90/formats/int8_int8.h"
 #include "experts/sm90/formats/int8_minima.h"
 #include "experts/sm90/formats/int8_narrow.h"
 #include "experts/sm90/formats/table_bf16.h"
@@ -27,7 +29,8 @@ LaunchGrouped launch_grouped_int8_bf16_swiglu;
 LaunchGrouped launch_grouped_int8_narrow_swiglu, launch_grouped_int8_narrow_relu2;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int4_minima_relu2;
-LaunchGrouped launch_grouped_int4_int8_swiglu;
+LaunchGrouped launch_grouped_int4_int8_swiglu, launch_grouped_int4_int8_minima_swiglu,
+    launch_grouped_int8_int8_swiglu;
 LaunchGrouped launch_grouped_int8_minima_swiglu, launch_grouped_int8_minima_relu2;
 
 namespace {
@@ -89,11 +92,13 @@ constexpr FormatRow int4_minima_row() {
   return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
 }
 
-constexpr FormatRow int4_int8_row() {
-  FormatRow row = row_of_strips<Int4Int8>("int4-bf16", &takes_minima<has_int4_codes>,
-                                          MOESAIC_ON_DEVICE(launch_grouped_int4_int8_swiglu), 136);
-  row.takes_w2 = &takes_narrow<has_int8_codes>;
-  row.tiles.middle = 48;
+// Matrices of two forms. They are asked before the rows of one form for both.
+template <class Format>
+constexpr FormatRow row_of_two(std::string_view name, bool (*w13)(const OperandQuant& weight),
+                               bool (*w2)(const OperandQuant& weight), LaunchGrouped* swiglu) {
+  FormatRow row = row_of_strips<Format>(name, w13, swiglu, 136);
+  row.takes_w2 = w2;
+  if (Format::kWeightBits == 4) row.tiles.middle = 48;
   return row;
 }
 
@@ -112,7 +117,11 @@ constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
 }
 
 constexpr FormatRow kStrips[] = {
-    int4_int8_row(),  // before those of one form for both matrices
+    row_of_two<Int4Int8>("int4-bf16", &takes_minima<has_int4_codes>, &takes_narrow<has_int8_codes>,
+                         MOESAIC_ON_DEVICE(launch_grouped_int4_int8_swiglu)),
+    row_of_two<Int4Int8Minima>("int4-bf16", &takes_minima<has_int4_codes>,
+                               &takes_minima<has_int8_codes>,
+                               MOESAIC_ON_DEVICE(launch_grouped_int4_int8_minima_swiglu)),
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
@@ -123,6 +132,8 @@ constexpr FormatRow kStrips[] = {
     table_bf16_row(),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
+    row_of_two<Int8Int8>("int8-bf16", &takes_minima<has_int8_codes>, &takes_narrow<has_int8_codes>,
+                         MOESAIC_ON_DEVICE(launch_grouped_int8_int8_swiglu)),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
     with_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
