@@ -14,6 +14,7 @@
 #include "experts/sm90/finish.cuh"
 #include "experts/sm90/gemm_fp8_codes.cuh"
 #include "experts/sm90/gemm_products.cuh"
+#include "experts/sm90/gemm_shares.cuh"
 #include "permute/sm90/combine.cuh"
 
 namespace moesaic::cuda {
@@ -54,50 +55,6 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
   }
 }
 
-// Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
-// their rows: `to`, of the same lane. Every lane arrives for itself: where a warp has converged its
-// __syncwarp is no instruction, and racecheck takes one lane that arrives for all to be a race.
-template <int kColumns, class Shared>
-__device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to,
-                                           int lane, const float (&sums)[kColumns / 2]) {
-  ptx::mbarrier_wait(sh.sent_empty(to), sent.parity() ^ 1);
-  float4* const at = sh.sent(to) + lane;
-#pragma unroll
-  for (int i = 0; i < kColumns / 8; ++i) {
-    at[32 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-  }
-  ptx::mbarrier_arrive(sh.sent_full(to));
-  sent.advance();
-}
-
-// Slabs of several warpgroups: each multiplies its share, and the first is given the sums of the other
-// block. Whether this is the first, which has all sums of the item. One loop for all of them.
-template <class Weights, class Format, class Tile, int kColumns>
-__device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
-                                               RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                               RingPosition<1>& sent, int chunks, int group,
-                                               int warp, int lane, float (&acc)[2][kColumns / 2]) {
-  using L = Layout<Format, Tile>;
-  int block = warp < L::kEpilogueWarps ? 0 : 1;
-  MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
-  Weights::template blocks<Format, Tile, kColumns>(
-      sh, ring, chunks, group, block, lane, reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
-  if (warp >= L::kEpilogueWarps) {
-    send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, acc[0]);
-    return false;
-  }
-  ptx::mbarrier_wait(sh.sent_full(warp), sent.parity());
-  const float4* const at = sh.sent(warp) + lane;
-#pragma unroll
-  for (int i = 0; i < kColumns / 8; ++i) {
-    const float4 v = at[32 * i];
-    acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z, acc[1][4 * i + 3] = v.w;
-  }
-  ptx::mbarrier_arrive(sh.sent_empty(warp));
-  sent.advance();
-  return true;
-}
-
 template <class Format, class Tile, class Epilogue, int kColumns>
 __device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -128,28 +85,8 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factors.template load_weights<true>(p, item, second, Epilogue::kGated && !second, group,
                                           warp & 3, lane);
     }
-    const auto multiply_all = [&]<class Own>(const Shared<Format, Tile>& of, int chunks) {
-      if constexpr (L::kSlabGroups == 1) {
-        Own::template columns<Format, Tile, kColumns>(of, ring, chunks, group, lane, false, acc);
-        return true;
-      } else {
-        return multiply_share<Own, Format, Tile, kColumns>(of, ring, sent, chunks, group, warp,
-                                                           lane, acc);
-      }
-    };
-    bool has_sums = true;
-    if constexpr (L::kTwoForms) {
-      if (second) {
-        using Own = typename L::OfW2::Weights;
-        const CodeImage* image = &p.codes2;
-        MOESAIC_CUDA_FAULT(cuda_experts_w2_has_the_image_of_w13, image = &p.codes;)
-        has_sums = multiply_all.template operator()<Own>(sh.with(*image), p.chunks2);
-      } else {
-        has_sums = multiply_all.template operator()<Weights>(sh, p.chunks1);
-      }
-    } else {
-      has_sums = multiply_all.template operator()<Weights>(sh, second ? p.chunks2 : p.chunks1);
-    }
+    const bool has_sums =
+        multiply_codes<Format, Tile, kColumns>(p, sh, ring, sent, second, group, warp, lane, acc);
     if (!has_sums) return;
   }
   if constexpr (kFactors) {

@@ -8,6 +8,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
+#include "experts/sm90/gemm_items.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 #include "experts/sm90/gemm_stages.cuh"
 
