@@ -21,7 +21,7 @@ Status pack_codes(const OperandQuant& form, const std::string& field, const Cons
   const auto* const codes = from.as<std::int8_t>();
   auto* const nibbles = to.as<std::uint8_t>();
   for (std::int64_t i = 0; i < rows * columns; ++i) {
-    const int code = codes[i];
+    const std::int8_t code = codes[i];
     if (code < least || code > least + 15) {
       return invalid(
           fmt::format("{}: got code {} at row {}, column {}, need {} to {} (quant.forms)", field,

@@ -186,6 +186,7 @@ Result<Scheme> quant_scheme_from_name(std::string_view name) {
     if (scheme.name == name) return scheme;
   }
   std::vector<std::string_view> names;
+  names.reserve(kSchemes.size());
   for (const Scheme& scheme : kSchemes) names.push_back(scheme.name);
   // The name comes from outside: quote a bounded part of it.
   return Status(StatusCode::kNotFound,
