@@ -135,9 +135,12 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
   spec.num_experts = spec.routing.num_experts = sizes.num_experts;
   spec.routing.top_k = top_k;
   spec.quant = own.stored;
-  spec.activation_dtype = dtype == DType::kF16   ? DType::kF16
-                          : dtype == DType::kF32 ? DType::kF32
-                                                 : DType::kBF16;
+  // Scales of integers have the dtype of the model.
+  const bool half = own.stored.weight_only() && own.tensors.w13_scale.present() &&
+                    own.tensors.w13_scale.dtype == DType::kF16;
+  spec.activation_dtype = dtype == DType::kF16 || half ? DType::kF16
+                          : dtype == DType::kF32       ? DType::kF32
+                                                       : DType::kBF16;
   spec.has_expert_bias = own.tensors.w13_bias.present() || own.tensors.w2_bias.present();
   spec.apply_router_weight_on_input = apply_router_weight_on_input;
   return made;

@@ -93,6 +93,27 @@ def test_other_rows_are_computed_or_refused(own: OwnExperts, layer: moesaic.Rout
     assert y.dtype == dtype and rel_l2(host(y), own.exact()) <= layer.bound
 
 
+def test_integers_with_half_scales_take_half_rows() -> None:
+    """Scales of integers have the dtype of the model, which its hidden states have too."""
+    draw = torch.Generator().manual_seed(3)
+    w13 = torch.randint(0, 256, (8, 256, 128), generator=draw, dtype=torch.uint8)  # two codes a byte
+    w2 = torch.randint(0, 256, (8, 256, 64), generator=draw, dtype=torch.uint8)
+    scales = {
+        "w13_scale": (0.01 + 0.01 * torch.rand(8, 256, 2, generator=draw)).half(),
+        "w2_scale": (0.01 + 0.01 * torch.rand(8, 256, 1, generator=draw)).half(),
+    }
+    x = torch.randn(33, 256, generator=draw).half()
+    ids = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(33)])
+    weights = torch.rand(33, 2, generator=draw)
+    here, there = (
+        moesaic.RoutedExperts.from_tensors(w13, w2, 2, stored="int4-g128", device=device, **scales)
+        for device in (CUDA, "cpu")
+    )
+    y = here(x.to(CUDA), ids.to(CUDA), weights.to(CUDA))
+    assert y.dtype == torch.float16
+    assert rel_l2(host(y), host(there(x, ids, weights))) <= 2 * here.bound
+
+
 def test_long_calls_are_split(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
     want = layer(*tensors(own))
     assert torch.equal(make(own, max_tokens=8)(*tensors(own)), want)
