@@ -68,6 +68,7 @@ Status check_zeros(const std::string& field, const ConstTensorView& min) {
 Result<ProjectionView> FormedMatrix::narrow(const OperandQuant& wide, const OperandQuant& form,
                                             std::int64_t e, std::string_view field,
                                             const ProjectionView& view) {
+  if (form == wide) return view;
   const auto called = [&](std::string_view what) {
     return fmt::format("expert {}: {}{}", e, field, what);
   };

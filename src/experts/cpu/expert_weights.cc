@@ -254,16 +254,14 @@ Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
   for (std::int64_t e = 0; e < num_experts; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
     MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
-    const auto set = [&](CpuProjection& to, std::string_view field, ProjectionView from,
-                         const OperandQuant* form) -> Status {
-      if (form != nullptr) {
-        MOESAIC_ASSIGN_OR_RETURN(from, formed.narrow(problem.quant.weight, *form, e, field, from));
-      }
-      return to.set_expert(e, field, from, num_threads);
+    const auto set = [&](CpuProjection& to, std::string_view field, const ProjectionView& from,
+                         const OperandQuant& form) -> Status {
+      MOESAIC_ASSIGN_OR_RETURN(const ProjectionView held,
+                               formed.narrow(problem.quant.weight, form, e, field, from));
+      return to.set_expert(e, field, held, num_threads);
     };
-    const MatrixForms* const forms = formats.formed ? &*problem.quant.forms : nullptr;
-    MOESAIC_RETURN_IF_ERROR(set(w.w13, "w13", w13_of(view), forms ? &forms->w13 : nullptr));
-    MOESAIC_RETURN_IF_ERROR(set(w.w2, "w2", w2_of(view), forms ? &forms->w2 : nullptr));
+    MOESAIC_RETURN_IF_ERROR(set(w.w13, "w13", w13_of(view), formats.held.w13));
+    MOESAIC_RETURN_IF_ERROR(set(w.w2, "w2", w2_of(view), formats.held.w2));
   }
   return w;
 }

@@ -144,14 +144,15 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
 
 Result<CpuWeightFormats> cpu_weight_formats(const Scheme& quant, const cpu::CpuKernels& kernels) {
   MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat common, cpu_weight_format(quant, kernels));
-  if (!quant.forms) return CpuWeightFormats{common, common};
+  const CpuWeightFormats of_both = {common, common, {quant.weight, quant.weight}};
+  if (!quant.forms) return of_both;
   Scheme first = quant, second = quant;
   first.weight = quant.forms->w13;
   second.weight = quant.forms->w2;
   const Result<CpuWeightFormat> w13 = cpu_weight_format(first, kernels);
   const Result<CpuWeightFormat> w2 = cpu_weight_format(second, kernels);
   const bool alike = w13.ok() && w2.ok() && w13->integer_products == w2->integer_products;
-  return alike ? CpuWeightFormats{*w13, *w2, true} : CpuWeightFormats{common, common};
+  return alike ? CpuWeightFormats{*w13, *w2, *quant.forms} : of_both;
 }
 
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& a) {

@@ -44,7 +44,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
 // both with the same operands.
 struct CpuWeightFormats {
   CpuWeightFormat w13, w2;
-  bool formed = false;  // as Scheme::forms says
+  MatrixForms held;  // what they hold
 };
 Result<CpuWeightFormats> cpu_weight_formats(const Scheme& quant, const cpu::CpuKernels& kernels);
 

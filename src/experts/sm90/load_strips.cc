@@ -81,15 +81,6 @@ Status repack_strip_matrix(const OperandQuant& weight, const CodeImage& codes,
   return synchronize(nullptr);
 }
 
-// The matrix as its image has it.
-Status in_form(const ExpertsPlan& plan, const OperandQuant& form, std::int64_t expert,
-               std::string_view field, experts::FormedMatrix& formed,
-               experts::ProjectionView& view) {
-  if (form == plan.weight) return {};
-  MOESAIC_ASSIGN_OR_RETURN(view, formed.narrow(plan.weight, form, expert, field, view));
-  return {};
-}
-
 }  // namespace
 
 Status repack_code_strips(const RepackCall& call) {
@@ -99,12 +90,14 @@ Status repack_code_strips(const RepackCall& call) {
   // Rows of w13 in the order of w2's columns: the intermediate needs no other.
   const ConstTensorView& order = call.weights.w2_perm;
   experts::FormedMatrix formed;
-  MOESAIC_RETURN_IF_ERROR(in_form(plan, plan.forms.w13, call.expert, "w13", formed, w13));
+  MOESAIC_ASSIGN_OR_RETURN(w13,
+                           formed.narrow(plan.weight, plan.forms.w13, call.expert, "w13", w13));
   MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan.forms.w13, plan.codes, plan.w13, "w13", w13,
                                               order.present() ? order.as<std::int32_t>() : nullptr,
                                               call.staging, call.parts[0]));
-  experts::ProjectionView w2 = experts::w2_of(call.weights);
-  MOESAIC_RETURN_IF_ERROR(in_form(plan, plan.forms.w2, call.expert, "w2", formed, w2));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const experts::ProjectionView w2,
+      formed.narrow(plan.weight, plan.forms.w2, call.expert, "w2", experts::w2_of(call.weights)));
   MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan.forms.w2, plan.codes2, plan.w2, "w2", w2,
                                               nullptr, call.staging, call.parts[1]));
   if (!plan.weight.act_order) return {};

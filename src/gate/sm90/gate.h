@@ -32,8 +32,6 @@ struct GateParams {
   float* logits = nullptr;   // [tokens, experts], overlaps nothing
   ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
 
-  // Rows and weight are F16.
-  MOESAIC_HOST_DEVICE constexpr bool is_half() const { return weight_f16; }
   // Elements of a row of the weight, and the one of x that is multiplied with element k.
   MOESAIC_HOST_DEVICE constexpr std::int32_t depth() const { return hidden * parts; }
   MOESAIC_HOST_DEVICE constexpr std::int32_t column(std::int32_t k) const {
@@ -78,9 +76,9 @@ inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTrait
 }
 
 // bf16 rows and weights, or both of F16, with hidden a multiple of 8, of several parts at least 64,
-// take the tensor cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements
-// 8 (l + 32 i) .. + 7 in ascending order with fused multiply-adds, then the lanes are added by
-// halving distances. Either way the bits of a logit depend on its two rows alone, not on tokens,
+// take the tensor cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products
+// of elements 8 (l + 32 i) .. + 7 in ascending order with fused multiply-adds, then the lanes are
+// added by halving distances. Either way the bits of a logit depend on its two rows alone, not on tokens,
 // neighbours, launch or which of the kernels ran. Error: <= (depth() / 32 + 64) * 2^-24 * sum|x w|,
 // of several parts 1 + 2^-7 times that. Any shape is correct. An infinite x times parts of both
 // signs is NaN. Capturable; a programmatic launch that reads the weight before the kernels in front

@@ -175,7 +175,7 @@ cudaError_t launch_steps(const GateParams& p, void* stream) {
 
 int launch_gate_one_wave(const GateParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  if (p.is_half()) return static_cast<int>(launch_forms<0, true, RowForms::kAll>(p, stream));
+  if (p.weight_f16) return static_cast<int>(launch_forms<0, true, RowForms::kAll>(p, stream));
   return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch_steps<kGateSteps7168>(p, stream)
                               : launch_steps<0>(p, stream));

@@ -157,7 +157,7 @@ cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream
 
 int launch_gate_resident_weights(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  if (p.is_half()) return static_cast<int>(launch<0, true>(p, device, stream));
+  if (p.weight_f16) return static_cast<int>(launch<0, true>(p, device, stream));
   return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch<kGateSteps7168>(p, device, stream)
                               : launch<0>(p, device, stream));

@@ -271,8 +271,8 @@ int launch_tiles(const GateParams& p, const DeviceTraits& device, void* stream) 
 
 int launch_gate_tiled_pipeline(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  return p.is_half() ? launch_tiles<ptx::F16>(p, device, stream)
-                     : launch_tiles<ptx::BF16>(p, device, stream);
+  return p.weight_f16 ? launch_tiles<ptx::F16>(p, device, stream)
+                      : launch_tiles<ptx::BF16>(p, device, stream);
 }
 
 }  // namespace moesaic::cuda
