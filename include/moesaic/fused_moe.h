@@ -348,25 +348,24 @@ class FusedMoE {
 
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
   // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32, both contiguous and
-  // 16-byte aligned. On one rank either may have any float dtype in layers of a model in F16 or F32
-  // (experts that take bf16, and functions, see the rows rounded), in F16 layers and where
-  // cuda_general computes all experts without functions on bf16 rows; over ranks the hidden states
-  // of an F16 or F32 layer may. More than max_tokens rows are several steps, one behind the other,
-  // with the same bits. Hidden states whose rows are further apart than H are copied first, to
-  // memory of the device's stream-ordered pool; else it allocates nothing. Waits for nothing, reads
-  // nothing back: may be captured into a CUDA graph, whose replays route anew. Over ranks it is
-  // collective and waits on the host for the other ranks, so a stream that is being captured is
-  // kUnsupported; with RankEngine::kPeerWindows neither: the device waits, at most the
-  // communicator's time for each of two waits, and where that ends in a failure the output is NaN,
-  // health() says why on all ranks, and the layer's later calls fail. A rank whose own arguments
-  // are refused ends the call of all in the same way. Ranks may replay graphs of different sizes in
-  // one call, of at most max_tokens rows. Calls use one workspace: order them by a stream or
-  // events. Errors, all before the first launch: kUnsupported (a CPU layer), kInvalidShape,
-  // kInvalidDType, kInvalidLayout (alignment, not contiguous), kInvalidArgument (null, host memory,
-  // another device's), kAliasing, kLimitExceeded (more than max_tokens rows, of which a step would
-  // not begin on 16 bytes, or through peer windows); then kDevice when a launch fails. The caller's
-  // routing is memory of the device too, aligned as its elements are; a captured graph reads it
-  // anew at each replay.
+  // 16-byte aligned. Either may have any float dtype in layers of a model in F16 or F32 (experts
+  // that take bf16, functions, and what travels between ranks for them, see the rows rounded), and
+  // where cuda_general computes all experts, over ranks in F32, without functions on bf16 rows.
+  // More than max_tokens rows are several steps, one behind the other, with the same bits. Hidden
+  // states whose rows are further apart than H are copied first, to memory of the device's
+  // stream-ordered pool; else it allocates nothing. Waits for nothing, reads nothing back: may be
+  // captured into a CUDA graph, whose replays route anew. Over ranks it is collective and waits on
+  // the host for the other ranks, so a stream that is being captured is kUnsupported; with
+  // RankEngine::kPeerWindows neither: the device waits, at most the communicator's time for each of
+  // two waits, and where that ends in a failure the output is NaN, health() says why on all ranks,
+  // and the layer's later calls fail. A rank whose own arguments are refused ends the call of all
+  // in the same way. Ranks may replay graphs of different sizes in one call, of at most max_tokens
+  // rows. Calls use one workspace: order them by a stream or events. Errors, all before the first
+  // launch: kUnsupported (a CPU layer), kInvalidShape, kInvalidDType, kInvalidLayout (alignment,
+  // not contiguous), kInvalidArgument (null, host memory, another device's), kAliasing,
+  // kLimitExceeded (more than max_tokens rows, of which a step would not begin on 16 bytes, or
+  // through peer windows); then kDevice when a launch fails. The caller's routing is memory of the
+  // device too, aligned as its elements are; a captured graph reads it anew at each replay.
   Status enqueue(Stream stream, const Args& args) const;
   Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
                  const Trace& trace) const;

@@ -31,8 +31,10 @@ struct LayerExperts {
   DType slot_dtype() const { return routed_wide ? DType::kF32 : DType::kBF16; }
 };
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
-// Hidden states may come in F16 and F32, as the model has them, though the experts take bf16: the
-// layer rounds them for these. The gate reads them as they are.
+// Hidden states may come in every float dtype, and all that reads them takes them so.
+bool takes_any_rows(const layer::FusedPlan& plan, const LayerExperts& chosen);
+// They may, as the model has F16 or F32, though experts, a function or ranks take bf16: the layer
+// rounds them for these. The gate reads them as they are.
 bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen);
 
 // RankOptions::pair_capacity as the experts have it (CudaExpertsArgs::pair_capacity): 0 where there is
@@ -65,12 +67,11 @@ struct LayerWorkspace {
   std::uint16_t* latent = nullptr;  // [M, latent], what a transform makes of the rows
   float* routed_back = nullptr;     // [M, H], what one makes of the result
   float* shared_sums = nullptr;     // [M, H], of shared experts that are the caller's function
-  // Of models in F16 or F32 whose experts take bf16 (rounds_rows): hidden states that came otherwise,
-  // and sums on their way to F16.
+  // Where rounds_rows: hidden states that came otherwise, and sums on their way to F16.
   std::uint16_t* rows_bf16 = nullptr;  // [M, H]
   float* rows_wide = nullptr;          // [M, H], where no other piece has such sums
-  // Over ranks: rows that travel in another dtype than bf16, the same on their way to F16, and ids
-  // without slots of zero experts or of slots of experts that move.
+  // Over ranks: rows that travel in another dtype than bf16 (at the end: sums on their way to F16), the
+  // same on their way to F16, and ids without slots of zero experts or of slots of experts that move.
   float* carried = nullptr;          // [M, H] F32 or F16
   float* carried_wide = nullptr;     // [M, H]
   std::int32_t* sent_ids = nullptr;  // [M, k]

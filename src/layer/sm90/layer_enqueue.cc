@@ -49,8 +49,7 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
   } else {
     MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
   }
-  if ((!any_rows || m.mesh != nullptr) && output.dtype != DType::kBF16 &&
-      output.dtype != DType::kF32) {
+  if (!any_rows && output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
     return {StatusCode::kInvalidDType,
             fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
   }
@@ -166,7 +165,9 @@ Status CudaLayer::Impl::enqueue_rows(Stream stream, const FusedMoE::Args& args) 
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
   Impl::Rows rows = {x.data, x.dtype, x.data, x.dim(0)};
   if (m.takes_rounded_rows() && x.dtype != DType::kBF16 && rows.tokens > 0) {
-    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, m.carve(rows.tokens));
+    // As the steps behind this one see it: over ranks the whole of it.
+    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w,
+                             m.carve(m.mesh == nullptr ? rows.tokens : m.max_tokens));
     MOESAIC_RETURN_IF_ERROR(
         check_call("hidden_states to bf16",
                    launch_round_to_bf16(x.data, x.dtype, rows.tokens * m.plan.hidden_size,

@@ -134,13 +134,9 @@ struct CudaLayer::Impl {
   bool joins_call(const Rows& rows, const Out& out) const {
     return joins && plan.adds_shared && out.shared == nullptr && rows.tokens <= kJoinedTokens;
   }
-  // Whether hidden states may come in every float dtype, and (not over ranks) an output as F16.
-  bool takes_any_rows() const {
-    const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
-    const bool travel = mesh == nullptr || row_dtype(plan.routed) != DType::kBF16;
-    return travel && !bf16_function && chosen.all_wide();
-  }
-  bool takes_rounded_rows() const { return !takes_any_rows() && rounds_rows(plan, chosen); }
+  // Where either holds, hidden states and outputs may have any float dtype.
+  bool takes_any_rows() const { return cuda::takes_any_rows(plan, chosen); }
+  bool takes_rounded_rows() const { return rounds_rows(plan, chosen); }
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
   // Gives the ids of the call's rows, a row's `stride` apart, to the caller's function.

@@ -68,8 +68,14 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
       dtype_name(rows), kGeneralExpertsName));
 }
 
+bool takes_any_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
+  const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
+  const bool travel = !plan.ranks.active || row_dtype(plan.routed) != DType::kBF16;
+  return travel && !bf16_function && chosen.all_wide();
+}
+
 bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
-  return plan.rows_dtype != DType::kBF16 && !plan.ranks.active && !chosen.all_wide();
+  return plan.rows_dtype != DType::kBF16 && !takes_any_rows(plan, chosen);
 }
 
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
@@ -178,7 +184,7 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
   if (rounds_rows(plan, with)) {
     w.rows_bf16 = take<std::uint16_t>(arena, tokens * plan.hidden_size);
-    if (!has_sums) w.rows_wide = take<float>(arena, tokens * plan.hidden_size);
+    if (!has_sums || spread) w.rows_wide = take<float>(arena, tokens * plan.hidden_size);
   }
   if (const DType row = row_dtype(plan.routed); spread && row != DType::kBF16) {
     w.carried = take<float>(arena, tokens * plan.hidden_size);

@@ -182,7 +182,21 @@ Status CudaLayer::sum_over_replicas(Stream stream, const TensorView& x) const {
 }
 
 Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out& out) const {
-  MOESAIC_RETURN_IF_ERROR(run_rows_over_ranks(stream, rows, out));
+  if (out.dtype != DType::kF16) {
+    MOESAIC_RETURN_IF_ERROR(run_rows_over_ranks(stream, rows, out));
+    return clear_padding(stream, rows, out);
+  }
+  // The last kernel has bf16 or F32.
+  MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(max_tokens));
+  float* const wide = w.rows_wide != nullptr ? w.rows_wide : w.carried;
+  Out sums = out;
+  sums.output = wide;
+  sums.dtype = DType::kF32;
+  MOESAIC_RETURN_IF_ERROR(run_rows_over_ranks(stream, rows, sums));
+  if (rows.tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      "output to f16", launch_round_to_f16(wide, rows.tokens * plan.hidden_size,
+                                           static_cast<std::uint16_t*>(out.output), stream)));
   return clear_padding(stream, rows, out);
 }
 
