@@ -17,6 +17,7 @@ import sys
 # words there in their loops as well, and are faster than narrower ones; so have those of 48 columns, which are
 # faster than 64 without.
 TILE = "ENS0_9TokenTileILi"
+RELU2 = "Lb0ELb1EEENS0_13Relu2Epilogue"
 KNOWN = {
     r"\dsm90_grouped_expertsI": 32,
     rf"\dInt4Bf16{TILE}32E": 48,
@@ -29,6 +30,10 @@ KNOWN = {
     rf"\dTableBf16{TILE}48E": 72,
     rf"\dInt4Fp8{TILE}136E": 64,
     rf"\d(Int8|Fp8)Bf16{TILE}128E": 48,
+    rf"\dInt4Bf16{TILE}136E{RELU2}": 104,
+    rf"\dTableBf16{TILE}48E{RELU2}": 80,
+    rf"\dTableBf16{TILE}128E{RELU2}": 40,
+    rf"\dInt8Bf16{TILE}128E{RELU2}": 64,
     rf"\dFp8Block{TILE}136E": 56,
     rf"\dFp8Row{TILE}136E": 48,
     r"\drouteI": 32,

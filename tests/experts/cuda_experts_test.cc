@@ -62,7 +62,7 @@ bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
 }
 // Weights that are decoded when they are multiplied; all but 4-bit integers have the family of SwiGLU
-// alone, as have those with minima; some have squared ReLU. They are rounded to bf16 where a row has
+// and squared ReLU alone, as have those with minima. They are rounded to bf16 where a row has
 // more scales than one in 64 columns, or a minimum.
 bool has_strips(std::string_view quant) {
   const OperandQuant w = test::scheme_called(quant).weight;
@@ -75,8 +75,8 @@ bool has_activation(std::string_view quant, std::string_view activation) {
   const OperandQuant w = test::scheme_called(quant).weight;
   const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w);
   if (!has_strips(quant) || int4) return true;
-  if (activation == "relu2_no_mul") return cuda::has_minima(w) || quant == "q6k" || quant == "q3k";
-  return activation == "silu" || activation == "swigluoai" || activation == "gelu_tanh";
+  return activation == "silu" || activation == "swigluoai" || activation == "swiglustep" ||
+         activation == "gelu_tanh" || activation == "relu2_no_mul";
 }
 // bf16 rows: each expert's row is rounded once more, 2^-8. Quantised: a sum that lands on the other
 // side of a rounding boundary moves an element of the intermediate by one code. Weights that are

@@ -2,7 +2,9 @@
 // a device.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numbers>
 #include <string_view>
 #include <utility>
@@ -93,7 +95,8 @@ TEST(CudaPlan, ActivationsHaveTheirEpilogues) {
     return make_experts_plan(p).value().epilogue;
   };
   for (const char* quant :
-       {"bf16", "fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "nvfp4-bf16"}) {
+       {"bf16", "fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "nvfp4-bf16", "int4-g128", "awq",
+        "int4-g32", "nf4-bf16", "int8-bf16", "fp8-bf16", "q4k", "q6k"}) {
     EXPECT_EQ(epilogue(quant, "relu2"), EpilogueKind::kRelu2) << quant;
     const TileRules& rules = rules_of(quant);
     const auto columns = [&](std::int64_t tokens) {
@@ -108,9 +111,34 @@ TEST(CudaPlan, ActivationsHaveTheirEpilogues) {
   EXPECT_EQ(epilogue("int8", "relu2"), EpilogueKind::kPlain);
   EXPECT_EQ(epilogue("bf16", "silu_no_mul"), EpilogueKind::kPlain);
   EXPECT_EQ(epilogue("bf16", "gelu"), EpilogueKind::kGeneral);
-  for (const char* activation : {"silu", "swigluoai", "gelu_tanh"}) {
+  EXPECT_EQ(epilogue("bf16", "swiglustep"), EpilogueKind::kSwiglu);
+  EXPECT_EQ(epilogue("int4-g128", "swiglustep"), EpilogueKind::kGeneral);
+  for (const char* activation : {"silu", "swigluoai", "swiglustep", "gelu_tanh"}) {
     EXPECT_EQ(epilogue("q6k", activation), EpilogueKind::kSwiglu) << activation;
   }
+}
+
+// swiglustep limits silu of the gate, not the gate.
+TEST(CudaPlan, SwigluStepIsOfTheSwigluFamily) {
+  for (const float limit : {7.0F, 0.5F, 1.0F, 1e-6F, 300.0F}) {
+    ActivationParams params;
+    params.limit = limit;
+    const GroupedActivation a = grouped_activation(make_activation("swiglustep", params).value());
+    EXPECT_EQ(a.limit, limit);
+    const double most = static_cast<double>(limit);
+    for (const double gate : {-4.0, -1.3, -0.2, 0.3, 1.0, 6.9, 7.003, 7.005, 7.02, 9.0, 400.0}) {
+      const double g = std::min(gate, static_cast<double>(a.most_gate));
+      const double got = g / (1 + std::exp2(g * static_cast<double>(a.slope)));
+      const double want = std::min(gate / (1 + std::exp(-gate)), most);
+      EXPECT_NEAR(got, want, 2e-7 * std::abs(want)) << gate << ", " << limit;
+    }
+  }
+  const GroupedActivation none = grouped_activation([] {
+    ActivationSpec spec = make_activation("swiglustep").value();
+    spec.limit = std::numeric_limits<float>::infinity();
+    return spec;
+  }());
+  EXPECT_TRUE(std::isinf(none.limit) && std::isinf(none.most_gate));
 }
 
 // The constants of the SwiGLU family make the other members of it.

@@ -399,7 +399,9 @@ TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   p.activation = make_activation("gelu_tanh", {}).value();
   EXPECT_EQ(text(p), "");
   p.activation = make_activation("gelu", {}).value();
-  EXPECT_EQ(text(p), "activation: got gelu with I8 weights, need silu, swigluoai or gelu_tanh");
+  EXPECT_EQ(text(p),
+            "activation: got gelu with I8 weights, need silu, swigluoai, swiglustep, gelu_tanh or "
+            "relu2_no_mul");
 }
 
 }  // namespace

@@ -93,11 +93,13 @@ TEST(Shapes, Lists) {
   ASSERT_TRUE(spec.ok()) << spec.status().to_string();
   EXPECT_EQ(spec->routing.top_k, 4);
   EXPECT_EQ(spec->activation.kind, ActivationKind::kRelu2NoMul);
-  for (const char* bad :
-       {"", ",", "1,1,1", "1,1,1,1,silu,x", "0,1,1,1", "1,2,1,1", "x,1,1,1", "1 ,1,1,1",
-        "99999999999999999999,1,1,1", "8,2,64,64,nonsense", "8,2,64,64,situ"}) {
+  for (const char* bad : {"", ",", "1,1,1", "1,1,1,1,silu,x", "0,1,1,1", "1,2,1,1", "x,1,1,1",
+                          "1 ,1,1,1", "99999999999999999999,1,1,1", "8,2,64,64,nonsense",
+                          "8,2,64,64,situ", "8,2,64,64,swigluoai_uninterleave"}) {
     EXPECT_FALSE(layer_from_shape(bad).ok()) << "'" << bad << "'";
   }
+  EXPECT_EQ(layer_from_shape("8,2,64,64,swiglustep")->activation.limit, 7.0F);
+  EXPECT_EQ(layer_from_shape("8,2,64,64,swigluoai")->activation.beta, 1.0F);
   EXPECT_EQ(layer_from_shape("qwen3-30").status().code(), StatusCode::kNotFound);
 }
 

@@ -94,17 +94,10 @@ Result<MoeLayerSpec> spec_from_list(std::string_view text) {
   spec.routing.num_experts = spec.num_experts;
   spec.routing.renormalize = true;
   if (parts.size() == 5) {
-    const Result<ActivationKind> kind = activation_from_name(parts[4]);
-    if (!kind.ok()) return kind.status().with_context("--shape");
-    spec.activation.kind = *kind;
-    if (*kind == ActivationKind::kSwigluOai) spec.activation = make_activation("swigluoai").value();
-    // These two have constants that only a model states.
-    if (*kind == ActivationKind::kSwigluStep || *kind == ActivationKind::kSitu) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--shape: activation '{}' needs constants that a shape cannot "
-                                "state; need one of the others, for example silu",
-                                parts[4]));
-    }
+    // Some have constants that a shape cannot state: refused by the field's name.
+    const Result<ActivationSpec> activation = make_activation(parts[4]);
+    if (!activation.ok()) return activation.status().with_context("--shape");
+    spec.activation = *activation;
   }
   MOESAIC_RETURN_IF_ERROR(validate(spec).with_context("--shape"));
   return spec;

@@ -24,16 +24,22 @@ __device__ __forceinline__ float within(float v, float limit) {
 
 // Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up
 // rows. kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
-// The SwiGLU family: silu, swigluoai and gelu_tanh (grouped_activation). An infinite gate that no limit
-// cuts becomes NaN.
+// The SwiGLU family: silu, swigluoai, swiglustep and gelu_tanh (grouped_activation). An infinite gate
+// that no limit cuts becomes NaN.
 struct SwigluEpilogue {
   static constexpr EpilogueKind kKind = EpilogueKind::kSwiglu;
   static constexpr bool kGated = true, kFullGroups = true, kRoutes = true;
   static __device__ __forceinline__ float activate(const GroupedActivation& a, float gate,
                                                    float up) {
+    return activate_within(a, a.most_gate, gate, up);
+  }
+
+ protected:
+  static __device__ __forceinline__ float activate_within(const GroupedActivation& a,
+                                                          float most_gate, float gate, float up) {
     MOESAIC_CUDA_FAULT(cuda_experts_gate_and_up_swapped, const float swapped = gate; gate = up;
                        up = swapped;)
-    const float g = at_most(gate, a.limit);
+    const float g = at_most(gate, most_gate);
     const float u = within(up, a.limit);
     float cubic = a.cubic * g;
     MOESAIC_CUDA_FAULT(cuda_experts_cubic_term_missing, cubic = 0.0F;)
@@ -41,6 +47,15 @@ struct SwigluEpilogue {
     const float swish = g * ptx::reciprocal_approx(1.0F + ptx::exp2_approx(power));
     // As many instructions as (u + beta) * swish, and registers enough in groups of 144 columns.
     return fmaf(swish, u, swish * a.beta);
+  }
+};
+
+// Without swiglustep, where one constant more is too many (int4-g128 in groups of 136 columns: 16 bytes
+// of stack, 4 % at 1024 tokens).
+struct SwigluOneLimitEpilogue : SwigluEpilogue {
+  static __device__ __forceinline__ float activate(const GroupedActivation& a, float gate,
+                                                   float up) {
+    return activate_within(a, a.limit, gate, up);
   }
 };
 

@@ -100,6 +100,7 @@ constexpr FormatRow row_of(ComputeScheme scheme) {
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;
   row.inner_multiple = 1;
   row.has_relu2 = false;
+  row.has_step = true;
   row.has_any = true;
   return row;
 }

@@ -21,13 +21,15 @@
 namespace moesaic::cuda {
 
 // One translation unit each, generated from the list in CMakeLists.txt.
-LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_any;
-LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_any;
-LaunchGrouped launch_grouped_table_bf16_swiglu;
-LaunchGrouped launch_grouped_table_narrow_swiglu;
-LaunchGrouped launch_grouped_int8_bf16_swiglu;
+LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_relu2,
+    launch_grouped_int4_bf16_any;
+LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_relu2,
+    launch_grouped_int4_narrow_any;
+LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_table_bf16_relu2;
+LaunchGrouped launch_grouped_table_narrow_swiglu, launch_grouped_table_narrow_relu2;
+LaunchGrouped launch_grouped_int8_bf16_swiglu, launch_grouped_int8_bf16_relu2;
 LaunchGrouped launch_grouped_int8_narrow_swiglu, launch_grouped_int8_narrow_relu2;
-LaunchGrouped launch_grouped_fp8_bf16_swiglu;
+LaunchGrouped launch_grouped_fp8_bf16_swiglu, launch_grouped_fp8_bf16_relu2;
 LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int4_minima_relu2;
 LaunchGrouped launch_grouped_int4_int8_swiglu, launch_grouped_int4_int8_minima_swiglu,
     launch_grouped_int8_int8_swiglu;
@@ -76,11 +78,20 @@ bool takes_minima(const OperandQuant& weight) {
 
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
-                                LaunchGrouped* any, int widest) {
+                                LaunchGrouped* relu2, LaunchGrouped* any, int widest) {
   FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
   row.tiles.middle = 48;
   row.has_any = true;
   row.units.any = any;
+  return with_relu2(row, relu2);
+}
+
+constexpr FormatRow int4_bf16_row() {
+  FormatRow row = row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
+                                        MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
+                                        MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_relu2),
+                                        MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136);
+  row.has_step = false;
   return row;
 }
 
@@ -106,14 +117,14 @@ constexpr FormatRow table_bf16_row() {
   FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
                                            MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
   row.tiles.middle = 48;
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_table_bf16_relu2));
 }
 
 constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
   FormatRow row = row_of_strips<Fp8Bf16>(name, &has_fp8_codes,
                                          MOESAIC_ON_DEVICE(launch_grouped_fp8_bf16_swiglu));
   row.scheme = scheme;
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_bf16_relu2));
 }
 
 constexpr FormatRow kStrips[] = {
@@ -122,20 +133,22 @@ constexpr FormatRow kStrips[] = {
     row_of_two<Int4Int8Minima>("int4-bf16", &takes_minima<has_int4_codes>,
                                &takes_minima<has_int8_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_int4_int8_minima_swiglu)),
-    row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
-                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
-                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
+    int4_bf16_row(),
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_relu2),
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
     int4_minima_row(),
     table_bf16_row(),
-    row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
-                               MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
+    with_relu2(
+        row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
+                                   MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
+        MOESAIC_ON_DEVICE(launch_grouped_table_narrow_relu2)),
     row_of_two<Int8Int8>("int8-bf16", &takes_minima<has_int8_codes>, &takes_narrow<has_int8_codes>,
                          MOESAIC_ON_DEVICE(launch_grouped_int8_int8_swiglu)),
-    row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
-                            MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
+    with_relu2(row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
+                                       MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
+               MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_relu2)),
     with_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
                                          MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
                MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_relu2)),

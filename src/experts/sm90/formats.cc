@@ -14,8 +14,9 @@ namespace moesaic::cuda {
 EpilogueKind epilogue_of(const FormatRow& row, ActivationKind kind) {
   if (kind == ActivationKind::kRelu2NoMul && row.has_relu2) return EpilogueKind::kRelu2;
   if (!is_gated(kind)) return EpilogueKind::kPlain;
+  if (kind == ActivationKind::kSwigluStep && !row.has_step) return EpilogueKind::kGeneral;
   const bool swiglu = kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai ||
-                      kind == ActivationKind::kGeluTanh;
+                      kind == ActivationKind::kSwigluStep || kind == ActivationKind::kGeluTanh;
   return swiglu ? EpilogueKind::kSwiglu : EpilogueKind::kGeneral;
 }
 
@@ -24,9 +25,10 @@ Status check_activation(const FormatRow& row, const MoeProblem& problem) {
   const EpilogueKind epilogue = epilogue_of(row, kind);
   const bool switched = epilogue == EpilogueKind::kGeneral || epilogue == EpilogueKind::kPlain;
   if (!switched || row.has_any) return {};
-  return unsupported(fmt::format("activation: got {} with {} weights, need silu, swigluoai{}",
-                                 activation_name(kind), dtype_name(problem.quant.weight.dtype),
-                                 row.has_relu2 ? ", gelu_tanh or relu2_no_mul" : " or gelu_tanh"));
+  return unsupported(
+      fmt::format("activation: got {} with {} weights, need silu, swigluoai, swiglustep{}",
+                  activation_name(kind), dtype_name(problem.quant.weight.dtype),
+                  row.has_relu2 ? ", gelu_tanh or relu2_no_mul" : " or gelu_tanh"));
 }
 
 Result<MoeProblem> fitted_problem(const MoeProblem& problem) {

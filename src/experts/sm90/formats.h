@@ -67,8 +67,8 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
-  // Builds for kRelu2; for kGeneral and kPlain.
-  bool has_relu2, has_any;
+  // Builds for kRelu2; for kGeneral and kPlain; for swiglustep among those for kSwiglu.
+  bool has_relu2, has_any, has_step;
   GroupedUnits units;
 };
 

@@ -2,12 +2,34 @@
 #include "experts/sm90/grouped_gemm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numbers>
 
+#include "core/fault.h"
+
 namespace moesaic::cuda {
+namespace {
+
+// Where silu, which rises from below 0 on, is `limit` > 0.
+float gate_of_silu(float limit) {
+  if (!std::isfinite(limit)) return limit;
+  if (MOESAIC_FAULT(cuda_step_limit_is_of_the_gate)) return limit;
+  const double of = static_cast<double>(limit);
+  double low = of, high = of + 2;  // silu(x) < x, and x - silu(x) < 0.3
+  if (of < 1) high = 2 * of;       // silu(x) > x / 2
+  for (int step = 0; step < 64; ++step) {
+    const double middle = 0.5 * (low + high);
+    (middle / (1 + std::exp(-middle)) < of ? low : high) = middle;
+  }
+  return static_cast<float>(high);
+}
+
+}  // namespace
 
 GroupedActivation grouped_activation(const ActivationSpec& a) {
   GroupedActivation to = {static_cast<int>(a.kind), a.limit, a.alpha, a.beta, a.up_limit};
+  // silu is limited where its gate is: the rest of its curve lies below.
+  to.most_gate = a.kind == ActivationKind::kSwigluStep ? gate_of_silu(a.limit) : a.limit;
   const bool gelu = a.kind == ActivationKind::kGeluTanh;
   // 0.5 g (1 + tanh(c (g + 0.044715 g^3))) = g sigmoid(2 c (g + 0.044715 g^3)), c = sqrt(2 / pi)
   const double slope =

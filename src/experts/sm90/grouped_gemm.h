@@ -42,7 +42,8 @@ inline constexpr int kSplitColumns = 16;
 
 // How the activation of GEMM1's result is computed.
 enum class EpilogueKind : std::uint8_t {
-  // (clamp(u) + beta) * g * sigmoid(a g + b g^3), g limited from above: silu, swigluoai and gelu_tanh
+  // (clamp(u) + beta) * g * sigmoid(a g + b g^3), g limited from above: silu, swigluoai, swiglustep and
+  // gelu_tanh
   kSwiglu,
   kGeneral,  // any other gated kind
   kRelu2,    // relu2_no_mul, in formats that have builds for it
@@ -119,8 +120,8 @@ struct AheadWeights {
 struct GroupedActivation {
   int kind = 0;  // ActivationKind, for kGeneral and kPlain
   float limit = 0, alpha = 1, beta = 0, up_limit = 0;
-  // Of kSwiglu: sigmoid's argument is -(slope g + cubic g^3), in powers of two.
-  float slope = 0, cubic = 0;
+  // Of kSwiglu: sigmoid's argument is -(slope g + cubic g^3), in powers of two, and the limit of g.
+  float slope = 0, cubic = 0, most_gate = 0;
 };
 // With the constants of kSwiglu, where that is its epilogue.
 GroupedActivation grouped_activation(const ActivationSpec& activation);
