@@ -2,9 +2,11 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "quant/arguments.h"
 #include "quant/gguf_decoders.h"
 
@@ -109,6 +111,50 @@ Status split_gguf(GgufType type, ConstTensorView blocks, TensorView codes, Tenso
       if (info.has_min) min.as<float>()[at] = d.min[static_cast<std::size_t>(g)];
     }
   });
+}
+
+Status fp4_from_gguf(GgufType type, ConstTensorView blocks, TensorView codes, TensorView scale) {
+  const Argument codes_argument{"codes", codes, accept(DType::kF4E2M1), codes.shape, true};
+  MOESAIC_ASSIGN_OR_RETURN(const GgufFormat* format, check_blocks(type, blocks, codes_argument));
+  const GgufTypeInfo& info = format->info;
+  const bool mx = type == GgufType::kMXFP4;
+  if (!mx && type != GgufType::kNVFP4) {
+    return Status(StatusCode::kUnsupported,
+                  "GGUF type: got " + std::string(info.name) + ", need MXFP4 or NVFP4");
+  }
+  const std::int64_t columns = codes.dim(1);
+  MOESAIC_RETURN_IF_ERROR(check_arguments({{"blocks", blocks, accept(DType::kU8), blocks.shape},
+                                           codes_argument,
+                                           {"scale",
+                                            scale,
+                                            accept(mx ? DType::kF8E8M0 : DType::kF8E4M3),
+                                            {codes.dim(0), columns / info.group},
+                                            true}}));
+  const std::int64_t per_row = columns / info.block_elems;
+  const int groups = info.block_elems / info.group, half = info.group / 2;
+  const auto* from = blocks.as<std::uint8_t>();
+  auto* to = reinterpret_cast<std::uint8_t*>(codes.data);
+  auto* scales = reinterpret_cast<std::uint8_t*>(scale.data);
+  for (std::int64_t i = 0; i < codes.dim(0) * per_row; ++i, from += info.block_bytes) {
+    const std::uint8_t* pairs = from + groups;
+    for (int g = 0; g < groups; ++g, pairs += half, to += half) {
+      std::uint8_t of = from[g];
+      if (mx && of == 0xFF) {
+        return bad_scale(i / per_row, i % per_row, std::numeric_limits<float>::quiet_NaN());
+      }
+      if (!mx) of = (of & 0x7F) == 0x7F ? 0 : of & 0x7F;
+      *scales++ = of;
+      // A byte of the block has columns j and j + half of the group.
+      for (int j = 0; j < half; j += 2) {
+        int low = pairs[j], high = pairs[j + 1];
+        if (!mx && of == 0) low = high = 0;
+        if (MOESAIC_FAULT(quant_gguf_fp4_pairs_in_turn)) high = low >> 4;
+        to[j / 2] = static_cast<std::uint8_t>((low & 15) | (high & 15) << 4);
+        to[(half + j) / 2] = static_cast<std::uint8_t>(low >> 4 | (high >> 4) << 4);
+      }
+    }
+  }
+  return {};
 }
 
 }  // namespace moesaic::quant

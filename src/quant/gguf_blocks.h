@@ -80,4 +80,13 @@ Result<std::int64_t> gguf_row_bytes(std::uint32_t type_id, std::int64_t columns)
 Status split_gguf(GgufType type, ConstTensorView blocks, TensorView codes, TensorView scale,
                   TensorView min);
 
+// Rows of MXFP4 or NVFP4 blocks as these formats have them elsewhere: the same codes and scales in other
+// places.
+//   blocks [rows, gguf_row_bytes] U8, any alignment
+//   codes  [rows, columns] F4E2M1, the even columns in the low halves of bytes
+//   scale  [rows, columns/group] F8E8M0; 0xFF, which is NaN, is refused as by split_gguf. NVFP4: F8E4M3,
+//          not negative; where a block means 0 by it, its codes are 0 as well
+// Errors of split_gguf; kUnsupported for other types. Deterministic.
+Status fp4_from_gguf(GgufType type, ConstTensorView blocks, TensorView codes, TensorView scale);
+
 }  // namespace moesaic::quant

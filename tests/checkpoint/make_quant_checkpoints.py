@@ -153,9 +153,9 @@ class Cases:
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
                      shared, None, output, inputs)
 
-    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False):
+    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False, scheme=""):
         """kinds: of gate, up and down. outer: a second level of scales beside the blocks, and scales of activations, as the
-        converter writes them for NVFP4."""
+        converter writes them for NVFP4; or of one of the three alone."""
         rng = random.Random(name)
         router = matrix(rng, "BF16", EXPERTS, h)
         tensors, parts = {"blk.0.ffn_gate_inp.weight": tensor("BF16", router), "blk.0.attn_norm.weight": tensor("F32", [[b"\0\0\x80\x3f"] * h])}, []
@@ -166,7 +166,7 @@ class Cases:
                 raw += one
                 values.append(v)
             tensors["blk.0.ffn_%s_exps.weight" % leaf] = (kind, [EXPERTS, n, k], raw)
-            if outer:
+            if outer is True or outer == leaf:
                 values = scaled(rng, tensors, "blk.0.ffn_%s_exps" % leaf, values, k)
             parts.append(values)
         keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
@@ -181,7 +181,7 @@ class Cases:
         with open(os.path.join(self.root, name + ".gguf"), "wb") as f:
             f.write(gguf_file(metadata(arch, **keys), tensors))
         self._finish(name, name + ".gguf", os.path.join(self.root, name + ".golden.safetensors"), list(zip(*parts)), bf16_values(router),
-                     {"quant": "", "tp": list(tp)}, beside and tuple(beside))
+                     {"quant": scheme, "tp": list(tp)}, beside and tuple(beside))
 
 
 def scaled(rng, tensors, module, matrices, k):
@@ -455,7 +455,12 @@ def gguf(c):
     c.add_gguf("gguf_tq2_0", ("TQ2_0",) * 3, i=256)
     c.add_gguf("gguf_ternary", ("TQ1_0", "TQ2_0", "Q8_0"), i=64, tp=(2,))
     c.add_gguf("gguf_ternary_slices", ("IQ4_NL", "Q8_0", "TQ1_0"), h=64, i=512, tp=(2,))
-    c.add_gguf("gguf_nvfp4", ("NVFP4",) * 3, h=64, i=128, tp=(2,), outer=True, shared="NVFP4")
+    c.add_gguf("gguf_nvfp4", ("NVFP4",) * 3, h=64, i=128, tp=(2,), outer=True, shared="NVFP4", scheme="nvfp4-bf16")
+    c.add_gguf("gguf_nvfp4_up", ("NVFP4",) * 3, h=64, i=128, tp=(2,), outer="up", scheme="nvfp4-bf16")
+    c.add_gguf("gguf_nvfp4_plain", ("NVFP4",) * 3, h=64, i=128, tp=(2,), scheme="nvfp4-bf16")
+    c.add_gguf("gguf_mxfp4", ("MXFP4",) * 3, h=64, i=64, tp=(2,), shared="MXFP4", scheme="mxfp4-bf16")
+    c.add_gguf("gguf_mxfp4_uneven", ("MXFP4",) * 3, h=64, i=96, tp=(2,), scheme="mxfp4-bf16")
+    c.add_gguf("gguf_mxfp4_q8_0", ("MXFP4", "MXFP4", "Q8_0"), h=64, i=64, tp=(2,), shared="MXFP4")
     c.add_gguf("gguf_mixed", ("Q4_0", "Q8_0", "Q8_0"), h=64, i=64, tp=(2,))
 
 

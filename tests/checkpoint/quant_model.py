@@ -394,8 +394,15 @@ def nvfp4_block(rng, size):
     return bytes(d) + qs, [E2M1[x] * e4m3(d[j // 16]) for j, x in enumerate(q)]
 
 
+def mxfp4_block(rng, size):
+    e = round(math.log2(size / RMS_E2M1)) + rng.randrange(-1, 2)
+    q = [rng.randrange(16) for _ in range(32)]
+    return bytes([127 + e]) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [E2M1[x] * 2.0**e for x in q]
+
+
 GGUF = {"Q4_0": (q4_0, 32), "Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256), "Q5_1": (q5_1, 32), "Q3_K": (q3_k, 256),
-        "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "TQ1_0": (tq1_0, 256), "TQ2_0": (tq2_0, 256), "NVFP4": (nvfp4_block, 64)}
+        "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "TQ1_0": (tq1_0, 256), "TQ2_0": (tq2_0, 256), "NVFP4": (nvfp4_block, 64),
+        "MXFP4": (mxfp4_block, 32)}
 
 
 def gguf_rows(rng, kind, n, k):

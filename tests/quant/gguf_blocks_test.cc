@@ -54,6 +54,43 @@ Bytes random_blocks(test::Rng& rng, const test::GgufCase& c, std::int64_t count)
   return bytes;
 }
 
+// Codes and scales of the fp4 types as these formats have them elsewhere are the same numbers.
+TEST(GgufBlocks, Fp4HasItsValuesInTheOtherOrder) {
+  constexpr std::int64_t kRows = 40, kColumns = 192;
+  int cases = 0;
+  for (const test::GgufCase& c : test::gguf_cases()) {
+    const bool mx = c.type == quant::GgufType::kMXFP4;
+    if (!mx && c.type != quant::GgufType::kNVFP4) continue;
+    const quant::GgufTypeInfo& info = *quant::gguf_type_info(static_cast<std::uint32_t>(c.type));
+    const std::int64_t count = kRows * kColumns / info.block_elems;
+    test::Rng rng(8);
+    const Tensor blocks = tensor_of(random_blocks(rng, c, count), kRows);
+    Tensor codes = Tensor::zeros(DType::kF4E2M1, {kRows, kColumns}).value();
+    const DType of_scale = mx ? DType::kF8E8M0 : DType::kF8E4M3;
+    Tensor scale = Tensor::zeros(of_scale, {kRows, kColumns / info.group}).value();
+    test::poison(codes.view());
+    test::poison(scale.view());
+    const Status made = quant::fp4_from_gguf(c.type, blocks.view(), codes.view(), scale.view());
+    ASSERT_TRUE(made.ok()) << made.to_string();
+    std::vector<double> want(static_cast<std::size_t>(kRows * kColumns));
+    for (std::int64_t i = 0; i < count; ++i) {
+      c.oracle(blocks.as<const std::uint8_t>() + i * info.block_bytes,
+               want.data() + i * info.block_elems);
+    }
+    const auto* pairs = codes.as<const std::uint8_t>();
+    for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
+      const int code = pairs[i / 2] >> (i % 2 * 4) & 15;
+      const auto factor = static_cast<double>(load_as_f32(scale.data(), of_scale, i / info.group));
+      const double got =
+          static_cast<double>(f32_from_e2m1(static_cast<std::uint8_t>(code))) * factor;
+      ASSERT_EQ(got, want[static_cast<std::size_t>(i)]) << info.name << ' ' << i;
+      ASSERT_TRUE(factor != 0.0 || code == 0) << i;
+    }
+    ++cases;
+  }
+  EXPECT_EQ(cases, 2);
+}
+
 TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
   for (const test::GgufCase& c : test::gguf_cases()) {
     const quant::GgufTypeInfo& info = *quant::gguf_type_info(static_cast<std::uint32_t>(c.type));
@@ -205,6 +242,19 @@ TEST(GgufBlocks, Misuse) {
   mx.as<std::uint8_t>()[0] = 0xFF;
   expect_refusal(split(quant::GgufType::kMXFP4, mx), StatusCode::kInvalidArgument,
                  {"row 0, block 0", "NaN"});
+  Tensor packed = Tensor::zeros(DType::kF4E2M1, {2, 32}).value();
+  Tensor exponents = Tensor::zeros(DType::kF8E8M0, {2, 1}).value();
+  mx.as<std::uint8_t>()[17] = 0xFF;
+  mx.as<std::uint8_t>()[0] = 3;
+  const auto fp4 = [&](quant::GgufType type, const Tensor& from, Tensor& to) {
+    return quant::fp4_from_gguf(type, from.view(), packed.view(), to.view());
+  };
+  expect_refusal(fp4(quant::GgufType::kMXFP4, mx, exponents), StatusCode::kInvalidArgument,
+                 {"row 1, block 0", "NaN"});
+  expect_refusal(fp4(quant::GgufType::kMXFP4, mx, scale), StatusCode::kInvalidDType,
+                 {"scale", "F8_E8M0"});
+  expect_refusal(fp4(quant::GgufType::kQ4_0, Tensor::zeros(DType::kU8, {2, 18}).value(), exponents),
+                 StatusCode::kUnsupported, {"Q4_0", "MXFP4 or NVFP4"});
   Tensor q41 = Tensor::zeros(DType::kU8, {2, 20}).value();
   expect_refusal(split(quant::GgufType::kQ4_1, q41), StatusCode::kInvalidShape, {"min", "[2, 1]"});
   Tensor q3 = Tensor::zeros(DType::kU8, {1, 110}).value();

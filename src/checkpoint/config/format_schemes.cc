@@ -168,9 +168,14 @@ OperandQuant blocks_form(std::span<const quant::GgufType> types, bool outer_scal
 
 }  // namespace
 
-// One form for both matrices, and what is known of each.
+// One form for both matrices, and what is known of each. MXFP4 or NVFP4 throughout are those formats.
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   const std::span<const quant::GgufType> all = f.blocks;
+  const auto all_are = [&](quant::GgufType type) {
+    return std::ranges::all_of(all, [&](quant::GgufType of) { return of == type; });
+  };
+  if (all_are(quant::GgufType::kMXFP4) && !f.outer_scale) return named("mxfp4-bf16");
+  if (all_are(quant::GgufType::kNVFP4)) return named("nvfp4-bf16");
   const OperandQuant w = blocks_form(all, f.outer_scale);
   const std::string_view nearest = w.table != CodeTable::kNone ? "nf4-bf16"
                                    : w.dtype == DType::kI8     ? "int8-bf16"

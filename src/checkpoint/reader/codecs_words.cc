@@ -149,7 +149,21 @@ Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
                      {experts_before() * w.rows_all + w.first_row, w.rows,
                       w.first_col / info.block_elems * info.block_bytes, row_bytes},
                      blocks.data()));
+  const auto corrupt = [&](const Status& status) {
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("{}: {}", quote_name(from.info->name), status.message()));
+  };
   const std::int64_t groups = w.cols / info.group;
+  if (weight_.dtype == DType::kF4E2M1) {
+    const TensorView codes(reinterpret_cast<std::byte*>(rows_of(*m, w)), weight_.dtype,
+                           {w.rows, w.cols});
+    const TensorView scale(reinterpret_cast<std::byte*>(scale_rows(*m, w)), m->scale.dtype(),
+                           {w.rows, groups});
+    const Status same = quant::fp4_from_gguf(type, blocks.view(), codes, scale);
+    if (!same.ok()) return corrupt(same);
+    MOESAIC_ASSIGN_OR_RETURN(global_scales_[static_cast<std::size_t>(w.part)], read_gguf_scale(w));
+    return {};
+  }
   MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, {w.rows, w.cols}));
   MOESAIC_ASSIGN_OR_RETURN(Tensor scale, Tensor::uninitialized(DType::kF32, {w.rows, groups}));
   Tensor min;
@@ -158,10 +172,7 @@ Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
   }
   const Status split =
       quant::split_gguf(type, blocks.view(), codes.view(), scale.view(), min.view());
-  if (!split.ok()) {
-    return {StatusCode::kCorruptFile,
-            fmt::format("{}: {}", quote_name(from.info->name), split.message())};
-  }
+  if (!split.ok()) return corrupt(split);
   MOESAIC_ASSIGN_OR_RETURN(const float outer, read_gguf_scale(w));
   if (outer != 1.0F) {
     for (Tensor* numbers : {&scale, &min}) {
@@ -184,6 +195,11 @@ Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
   return write_codes(
       ConstTensorView(codes.data(), as_unsigned ? DType::kU8 : DType::kI8, {w.rows, w.cols}), 0, w,
       m);
+}
+
+// The numbers beside blocks of NVFP4 are its global scales; into others they are multiplied.
+void MlpReader::write_gguf_scales() {
+  if (weight_.outer_scale != OuterScale::kNone) write_global_scales();
 }
 
 Result<float> MlpReader::read_gguf_scale(const Window& w) const {

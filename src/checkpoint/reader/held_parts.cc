@@ -31,7 +31,7 @@ bool counts_for_all_ranks(const LinearFormat& format, TensorKind kind) {
     case TensorKind::kScale:
       return format.stored == StoredFormat::kFp8Tensor;
     case TensorKind::kGlobalScale:
-      return format.stored == StoredFormat::kNvfp4;
+      return format.stored == StoredFormat::kNvfp4 || format.stored == StoredFormat::kGguf;
     case TensorKind::kGroupIndex:
       return format.act_order;
     default:

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -52,12 +53,23 @@ static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, Tenso
   return false;
 }
 
+// GGUF files may leave a number out, which is then 1.
+static bool one_is_left_out(const std::vector<MlpTensors>& experts, TensorKind kind) {
+  return std::ranges::any_of(experts, [&](const MlpTensors& expert) {
+    const auto& scales = expert.of(kind);
+    return scales[kW1].has_value() != scales[kW3].has_value();
+  });
+}
+
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
                         Scheme* scheme) {
   OperandQuant weight = scheme->weight;
-  if (format.stored == StoredFormat::kNvfp4) {
-    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGlobalScale));
-    if (differ) weight.outer_scale = OuterScale::kChannel;
+  const bool gguf = format.stored == StoredFormat::kGguf && weight.outer_scale != OuterScale::kNone;
+  if (format.stored == StoredFormat::kNvfp4 || gguf) {
+    constexpr TensorKind kKind = TensorKind::kGlobalScale;
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, kKind));
+    if (differ || (gguf && one_is_left_out(experts, kKind)))
+      weight.outer_scale = OuterScale::kChannel;
   }
   if (format.stored == StoredFormat::kFp8Tensor) {
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kScale));

@@ -26,7 +26,7 @@ const std::array<MlpReader::Codec, kNumStoredFormats> MlpReader::kCodecs = {{
     {StoredFormat::kMxfp4Linear, &MlpReader::read_mxfp4, nullptr},
     {StoredFormat::kBnb4, &MlpReader::read_bnb4, nullptr},
     {StoredFormat::kBnb8, &MlpReader::read_bnb8, nullptr},
-    {StoredFormat::kGguf, &MlpReader::read_gguf, nullptr},
+    {StoredFormat::kGguf, &MlpReader::read_gguf, &MlpReader::write_gguf_scales},
 }};
 
 Status MlpReader::run(const InputScales& input_scales) {

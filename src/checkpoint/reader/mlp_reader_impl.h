@@ -107,6 +107,7 @@ class MlpReader {
   Status read_gguf(const Window& w, MatrixBuffers* m);
   // The second level of NVFP4 that llama.cpp's converter writes beside the blocks; 1 where none is.
   Result<float> read_gguf_scale(const Window& w) const;
+  void write_gguf_scales();
   // Scales (or minima, zeros where a type has none) of groups of `group` columns to groups of the
   // matrix's size, which divides it.
   Status spread(const Tensor& from, std::int64_t group, const Window& w, Tensor* to,
