@@ -20,16 +20,7 @@ namespace moesaic {
 namespace {
 
 using test::LayerTensors;
-
-// A model in `model` with experts as `quant` says, in sizes that all formats have.
-LayerTensors model_in(DType model, const char* quant, MoeLayerSpec spec) {
-  spec.hidden_size = 256;
-  spec.intermediate_size = 128;
-  if (spec.shared.intermediate_size > 0) spec.shared.intermediate_size = 128;
-  spec.quant = quant_scheme_from_name(quant).value();
-  spec.activation_dtype = model;
-  return test::make_tensors(5, spec);
-}
+using test::model_in;
 
 // Of one rank of two engines: a call on the device in `dtype` has the bits of one through the host,
 // where results are rounded by the host. Empty, or what is wrong. Memory is made and freed while no

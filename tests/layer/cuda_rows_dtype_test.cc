@@ -18,19 +18,10 @@ namespace {
 using test::LayerRun;
 using test::LayerTensors;
 using test::make_layer;
+using test::model_in;
 using test::on_gpu;
 using test::random_hidden;
 using test::run_layer;
-
-// A model in `dtype` with experts as `quant` says, in sizes that all formats have.
-LayerTensors model_in(DType dtype, const char* quant, MoeLayerSpec spec) {
-  spec.hidden_size = 256;
-  spec.intermediate_size = 128;
-  if (spec.shared.intermediate_size > 0) spec.shared.intermediate_size = 128;
-  spec.quant = quant_scheme_from_name(quant).value();
-  spec.activation_dtype = dtype;
-  return test::make_tensors(5, spec);
-}
 
 // On the device as through the host, where rows are rounded by the call and results on the host.
 TEST(CudaRowsDType, EnqueueHasTheBitsOfForward) {

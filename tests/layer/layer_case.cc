@@ -101,6 +101,15 @@ FusedMoE make_layer(const LayerTensors& tensors, const FusedMoE::Options& option
   return must(FusedMoE::create(tensors.weights(), options), "make_layer");
 }
 
+LayerTensors model_in(DType dtype, std::string_view quant, MoeLayerSpec spec) {
+  spec.hidden_size = 256;
+  spec.intermediate_size = 128;
+  if (spec.shared.intermediate_size > 0) spec.shared.intermediate_size = 128;
+  spec.quant = quant_scheme_from_name(quant).value();
+  spec.activation_dtype = dtype;
+  return make_tensors(5, spec);
+}
+
 Tensor random_hidden(std::uint64_t seed, std::int64_t tokens, std::int64_t hidden, DType dtype) {
   Rng rng(seed);
   return random_normal(rng, dtype, {tokens, hidden});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "layer/layer_specs.h"
@@ -23,6 +24,8 @@ struct LayerTensors {
   MoeLayerWeights weights() const;
 };
 LayerTensors make_tensors(std::uint64_t seed, const MoeLayerSpec& spec);
+// `spec` of a model in `dtype` with experts as `quant` says, in sizes that all formats have.
+LayerTensors model_in(DType dtype, std::string_view quant, MoeLayerSpec spec);
 
 FusedMoE make_layer(const LayerTensors& tensors, const FusedMoE::Options& options = {});
 
