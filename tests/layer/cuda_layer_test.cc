@@ -276,6 +276,9 @@ TEST(CudaLayer, FewRowsAreRoutedAsManyAre) {
                         Case{100, 6, 0, 0, kSoftmax, false, false, false},
                         Case{8, 8, 0, 0, kSigmoid, true, true, false},
                         Case{384, 7, 0, 0, kSigmoid, true, true, true},
+                        Case{512, 10, 0, 0, kSoftmax, false, true, false},
+                        Case{512, 9, 0, 0, kSigmoid, true, true, true},
+                        Case{512, 8, 8, 4, kSigmoid, true, true, false},
                         Case{256, 8, 8, 4, kSigmoid, true, true, false},
                         Case{256, 7, 8, 4, kSigmoid, true, true, true},
                         Case{160, 6, 8, 3, kSoftmax, false, false, false}}) {

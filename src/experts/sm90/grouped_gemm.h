@@ -55,7 +55,7 @@ enum class EpilogueKind : std::uint8_t {
 inline constexpr int kListPairs = 32, kListColumns = 32;
 // What the kernel may route itself: kTopK and kGroupedTopK, up to kRouteTokens tokens and
 // kRouteColumns columns of logits, and at most 32 groups and slots.
-inline constexpr int kRouteTokens = 4, kRouteColumns = 384;
+inline constexpr int kRouteTokens = 4, kRouteColumns = 512;
 
 // Weights of all local experts, one after the other. What the images and arrays of scales hold is
 // the format's (formats.h); biases [expert][rows] or null.
