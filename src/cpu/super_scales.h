@@ -18,11 +18,6 @@
 
 namespace moesaic::cpu {
 
-// values as integers (codes) of `bits` bits times the number with the F16 code `unit`, exactly; -0 is 0.
-// At most kSteps / 16 values. False: they are no such numbers; then codes and unit say nothing.
-bool split_super_scales(std::span<const float> values, int bits, std::int8_t* codes,
-                        std::uint16_t* unit);
-
 // Scales (F32, BF16 or F16) and minima (F32) of a matrix, [rows, ceil(K / group)] contiguous, into the
 // above, [panel][panel_bytes]. Parallel over panels. The index of the first super-block, row by row, whose
 // numbers have no such form (scales or minima), or -1; then dst is not to be used.

@@ -103,14 +103,19 @@ constexpr OperandQuant kUint4 =
 // GGUF blocks as the loader leaves them.
 constexpr OperandQuant kQ40 = with_scales_of(integers(DType::kI4, quant::kGgufBlock), DType::kF16);
 constexpr OperandQuant kQ80 = with_scales_of(integers(DType::kI8, quant::kGgufBlock), DType::kF16);
+constexpr OperandQuant kQ2K =
+    compact(integers(DType::kU4, quant::kGgufHalfBlock, ZeroPoint::kMin), 0, 6);
+constexpr OperandQuant kQ3K = compact(integers(DType::kI4, quant::kGgufHalfBlock), 0, 8);
 constexpr OperandQuant kQ4K =
     compact(integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin), 0, 6);
+constexpr OperandQuant kQ5K =
+    compact(integers(DType::kI8, quant::kGgufBlock, ZeroPoint::kMin), 6, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
 // Q4_K with Q6_K for w2, as half of the layers of most Q4_K_M files have them.
 constexpr OperandQuant kQ4KM =
     compact(integers(DType::kI8, quant::kGgufHalfBlock, ZeroPoint::kMin), 6, 8);
 static_assert(is_form_of(kQ4K, kQ4KM) && is_form_of(kQ6K, kQ4KM));
-constexpr std::array<Scheme, 21> kStoredSchemes = {{
+constexpr std::array<Scheme, 24> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     fp8_blocks("fp8-block-64x64", 64, 64),
@@ -126,7 +131,10 @@ constexpr std::array<Scheme, 21> kStoredSchemes = {{
     weight_only("fp4-bf16", table(integers(DType::kU4, quant::kBnbBlockSize), CodeTable::kFp4)),
     weight_only("q4_0", kQ40),
     weight_only("q8_0", kQ80),
+    weight_only("q2_k", kQ2K),
+    weight_only("q3_k", kQ3K),
     weight_only("q4_k", kQ4K),
+    weight_only("q5_k", kQ5K),
     weight_only("q6_k", kQ6K),
     with_forms(weight_only("q4_k_m", kQ4KM), kQ4K, kQ6K),
     int8_activations("int4-g32-int8", integers(DType::kI4, 32)),

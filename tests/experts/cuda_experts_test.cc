@@ -36,9 +36,10 @@ constexpr const char* kQuants[] = {
     "nvfp4-rows", "nvfp4-bf16", "mxfp8-bf16", "int4-fp8",  "int4-fp8-static", "int4-g128",
     "nf4-bf16",   "int8-bf16",  "fp8-bf16",   "q4k"};
 // Other weights of the same formats.
-constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq",     "gptq",
-                                       "fp4-bf16",     "u8-zero",  "q6k",     "q3k",
-                                       "q4k-m",        "q4k-q6k",  "q4k-q5k", "q5k-q6k"};
+constexpr const char* kMoreQuants[] = {
+    "int4-channel", "int4-g32", "awq",       "gptq",    "fp4-bf16",  "u8-zero", "q2k",
+    "q2k-super",    "q3k",      "q3k-super", "q5k",     "q5k-super", "q6k",     "q6k-super",
+    "q4k-m",        "q4k-q6k",  "q4k-q5k",   "q4k-q50", "q4k-q80",   "q5k-q6k"};
 std::vector<const char*> all_quants() {
   std::vector<const char*> all(std::begin(kQuants), std::end(kQuants));
   all.insert(all.end(), std::begin(kMoreQuants), std::end(kMoreQuants));
@@ -61,8 +62,8 @@ bool is_fp8_block(std::string_view quant) { return quant == "fp8-block"; }
 bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
 }
-// Weights that are decoded when they are multiplied; all but 4-bit integers have the family of SwiGLU
-// and squared ReLU alone, as have those with minima. They are rounded to bf16 where a row has
+// Weights that are decoded when they are multiplied; all but 4-bit integers in groups of 32 columns or
+// more have the family of SwiGLU and squared ReLU alone, as have those with minima. They are rounded to bf16 where a row has
 // more scales than one in 64 columns, or a minimum.
 bool has_strips(std::string_view quant) {
   const OperandQuant w = test::scheme_called(quant).weight;
@@ -73,7 +74,8 @@ bool has_rounded_weights(std::string_view quant) {
 }
 bool has_activation(std::string_view quant, std::string_view activation) {
   const OperandQuant w = test::scheme_called(quant).weight;
-  const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w);
+  const bool quarters = cuda::has_int4_codes(w) && w.block_k == 16;
+  const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w) && !quarters;
   if (!has_strips(quant) || int4) return true;
   return activation == "silu" || activation == "swigluoai" || activation == "swiglustep" ||
          activation == "gelu_tanh" || activation == "relu2_no_mul";

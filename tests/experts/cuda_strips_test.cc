@@ -16,6 +16,7 @@
 #include "experts/sm90/codes_bytes.h"
 #include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_int6.h"
 #include "experts/sm90/codes_integer.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/experts.h"
@@ -70,6 +71,27 @@ TEST(CudaStrips, Int4CodesLessEveryZeroPoint) {
   }
 }
 
+TEST(CudaStrips, Int6CodesLessEveryZeroPoint) {
+  for (std::uint32_t code = 0; code < 64; ++code) {
+    for (int place = 0; place < 16; ++place) {  // of two steps
+      std::uint32_t words[kInt6Words] = {};
+      for (int n = 0; n < 16; ++n) {
+        place_int6(n == place ? code : 63 - code, n / 2, n % 2, words);
+      }
+      for (int n = 0; n < 16; ++n) {
+        std::uint32_t a[4];
+        int6_fragment(words, n / 8, a);
+        const std::uint32_t bits = a[n / 2 % 4] >> (16 * (n % 2)) & 0xFFFF;
+        ASSERT_EQ(bits, n == place ? code : 63 - code) << code << ' ' << place << ' ' << n;
+        for (std::int32_t zero = 0; n == place && zero < 256; ++zero) {
+          const float want = static_cast<float>(static_cast<std::int32_t>(code) - zero);
+          ASSERT_EQ(integer_of(bits, zero_addend(zero)), want) << code << ' ' << zero;
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaStrips, TableIndicesBecomeTheirEntries) {
   std::array<std::uint16_t, 16> entries{};
   for (std::size_t c = 0; c < 16; ++c) {
@@ -116,6 +138,12 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
   }
 }
 
+// A code of a byte as the image has it.
+int stored_byte(const OperandQuant& weight, std::uint8_t code) {
+  if (weight.dtype == DType::kU8) return code;
+  return image_bits(weight) == 6 ? (code & 63) ^ 32 : code ^ 128;
+}
+
 // The strips of the second expert's w13.
 struct Strips {
   explicit Strips(const char* quant) : problem(test::small_problem(quant)) {
@@ -132,11 +160,41 @@ struct Strips {
   Status status;
 };
 
+// What the kernel makes of scale `at`: a bf16 number, and what that leaves.
+struct ScaleParts {
+  double upper, lower;
+};
+ScaleParts scale_parts(const ExpertsPlan& plan, const CodeStrips& strips, std::size_t at) {
+  const auto unit = static_cast<double>(strip_unit(plan.weight));
+  if (has_super_scales(plan.weight)) {
+    const float number =
+        f32_from_f16(strips.super[at / static_cast<std::size_t>(plan.codes.units)]);
+    const double whole = static_cast<double>(number) * unit * unit;
+    const auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(whole)) & 0xFFFF0000U;
+    const auto first = static_cast<double>(std::bit_cast<float>(bits)), second = whole - first;
+    EXPECT_EQ(static_cast<double>(rounded(second)), second) << "a bf16 number";
+    const auto code =
+        static_cast<double>(integer_of(strips.codes[at], -128.0F / kIntegerUnit) / kIntegerUnit);
+    const auto upper =
+        static_cast<double>(rounded(first * code + static_cast<double>(rounded(second * code))));
+    const auto rest = static_cast<double>(rounded(first * code - upper));
+    return {upper / unit, static_cast<double>(rounded(second * code + rest)) / unit};
+  }
+  const auto upper = static_cast<double>(f32_from_bf16(strips.upper[at]));
+  if (has_rests(plan.weight)) {
+    return {upper / unit, static_cast<double>(f32_from_bf16(strips.lower[at])) / unit};
+  }
+  const auto bits = static_cast<std::uint32_t>(strips.upper[at]) << 16 |
+                    static_cast<std::uint32_t>(strips.lower[at]) << 8;
+  return {upper / unit, (static_cast<double>(std::bit_cast<float>(bits)) - upper) / unit};
+}
+
 // What the kernel makes of a scale: a factor of sums, to the last bits that are kept, or v * s in one
 // rounding.
 TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
-  for (const char* quant : {"int4-g128", "int4-g32", "awq", "gptq", "int4-channel", "int8-bf16",
-                            "u8-zero", "q6k", "fp8-bf16", "nf4-bf16"}) {
+  for (const char* quant :
+       {"int4-g128", "int4-g32", "awq", "gptq", "int4-channel", "int8-bf16", "u8-zero", "q3k",
+        "q3k-super", "q6k", "q6k-super", "fp8-bf16", "nf4-bf16"}) {
     SCOPED_TRACE(quant);
     const Strips made(quant);
     ASSERT_TRUE(made.status.ok());
@@ -150,17 +208,8 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
     for (std::int64_t n = 0; n < plan.w13.rows; ++n) {
       for (std::int64_t k = 0; k < plan.w13.columns; ++k) {
         const auto at = static_cast<std::size_t>(n * units + k / unit);
-        const float unit_of_scale = strip_unit(plan.weight);
-        const float upper = f32_from_bf16(strips.upper[at]) / unit_of_scale;
-        const double lower =
-            (!has_rests(plan.weight)
-                 ? static_cast<double>(
-                       std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
-                                            static_cast<std::uint32_t>(strips.lower[at]) << 8) /
-                       unit_of_scale) -
-                       static_cast<double>(upper)
-                 : static_cast<double>(f32_from_bf16(strips.lower[at]) / unit_of_scale));
-        const double whole = static_cast<double>(upper) + lower;
+        const auto [upper, lower] = scale_parts(plan, strips, at);
+        const double whole = upper + lower;
         ASSERT_EQ(static_cast<double>(rounded(lower)), lower) << "a bf16 number";
         double v = 0;
         const std::int64_t i = n * plan.w13.columns + k;
@@ -175,14 +224,14 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
         } else if (fp8) {
           v = static_cast<double>(f32_from_e4m3(codes[i]));
         } else {
-          const int u = plan.weight.dtype == DType::kI8 ? codes[i] ^ 0x80 : codes[i];
-          v = u - (zeros ? strips.zero[at] : 128);
+          v = stored_byte(plan.weight, codes[i]) -
+              (zeros ? strips.zero[at] : 1 << (image_bits(plan.weight) - 1));
         }
         ASSERT_EQ(static_cast<double>(rounded(v)), v) << "an operand";
         const double got =
-            sums ? v * whole
-                 : static_cast<double>(rounded(v * static_cast<double>(upper) +
-                                               static_cast<double>(rounded(v * lower))));
+            sums
+                ? v * whole
+                : static_cast<double>(rounded(v * upper + static_cast<double>(rounded(v * lower))));
         OperandQuant exact = plan.weight;
         double want = experts::weight_value(exact, view, n, k);
         if (plan.weight.table != CodeTable::kNone) {  // the entry is rounded first, by the scheme
@@ -203,16 +252,7 @@ struct WithMinimum {
 };
 WithMinimum with_minimum(const ExpertsPlan& plan, const CodeStrips& strips, std::size_t at,
                          int code) {
-  const float unit = strip_unit(plan.weight);
-  const auto upper = static_cast<double>(f32_from_bf16(strips.upper[at]) / unit);
-  const double lower =
-      has_rests(plan.weight)
-          ? static_cast<double>(f32_from_bf16(strips.lower[at]) / unit)
-          : static_cast<double>(
-                std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
-                                     static_cast<std::uint32_t>(strips.lower[at]) << 8) /
-                unit) -
-                upper;
+  const auto [upper, lower] = scale_parts(plan, strips, at);
   const double v = code - strips.zero[at];
   EXPECT_EQ(static_cast<double>(rounded(v)), v) << "an operand";
   const auto offset = static_cast<double>(f32_from_bf16(strips.offset[at]));
@@ -222,7 +262,7 @@ WithMinimum with_minimum(const ExpertsPlan& plan, const CodeStrips& strips, std:
 
 // A minimum is a zero point and at most half a scale, so that it is rounded as little as that is.
 TEST(CudaStrips, MinimaAreZeroPointsAndOffsets) {
-  for (const char* quant : {"q4k", "q5k", "q4k-m"}) {
+  for (const char* quant : {"q2k", "q2k-super", "q4k", "q5k", "q5k-super", "q4k-m"}) {
     SCOPED_TRACE(quant);
     const Strips made(quant);
     ASSERT_TRUE(made.status.ok());
@@ -235,7 +275,7 @@ TEST(CudaStrips, MinimaAreZeroPointsAndOffsets) {
         const std::int64_t i = n * plan.w13.columns + k;
         const auto* const codes = view.weight.as<std::uint8_t>();
         const bool four = dtype_bits(plan.weight.dtype) == 4;
-        const int code = four ? int{nibble_at(codes, i)} : codes[i] ^ 0x80;
+        const int code = four ? int{nibble_at(codes, i)} : stored_byte(plan.weight, codes[i]);
         const auto [got, offset] = with_minimum(plan, strips, at, code);
         const std::int64_t group = n * view.scale.dim(1) + k / plan.weight.block_k;
         const auto scale = static_cast<double>(view.scale.as<float>()[group]);
@@ -270,9 +310,16 @@ TEST(CudaStrips, ImagesHaveRoomForWhatTheStripHas) {
   EXPECT_EQ(image("q4k", false).zero_at, 128 * (32 + 2 * 4));
   EXPECT_EQ(image("q4k", false).offset_at, 128 * (32 + 2 * 5));
   EXPECT_EQ(image("q4k-m", false).slab_bytes, 128 * (64 + 4 * 6));
-  EXPECT_EQ(image("q3k", false).slab_bytes, 128 * (64 + 4 * 3)) << "4-bit codes in 8 bits";
-  for (const char* quant : {"int4-g32", "awq", "q6k", "u8-zero", "fp8-bf16", "nf4-bf16", "q3k",
-                            "q4k", "q5k", "q4k-m"}) {
+  EXPECT_EQ(image("q3k", false).slab_bytes, 128 * (48 + 4 * 3)) << "4-bit codes in 6 bits";
+  EXPECT_EQ(image("q3k-super", false).slab_bytes, 128 * (32 + 4 + 2));
+  EXPECT_EQ(image("q2k-super", false).slab_bytes, 128 * (32 + 4 * 4 + 2));
+  EXPECT_EQ(image("q2k-super", false).zero_at, 128 * (32 + 4 + 2));
+  EXPECT_EQ(image("q6k-super", false).slab_bytes, 128 * (48 + 4 + 2));
+  EXPECT_EQ(image("q6k-super", true).low_at, 128 * (48 + 4));
+  EXPECT_EQ(image("q5k-super", false).slab_bytes, 128 * (48 + 2 * 4 + 2));
+  for (const char* quant :
+       {"int4-g32", "awq", "q6k", "u8-zero", "fp8-bf16", "nf4-bf16", "q2k", "q3k", "q4k", "q5k",
+        "q4k-m", "q2k-super", "q3k-super", "q5k-super", "q6k-super"}) {
     for (const bool exact : {false, true}) {
       MoeProblem p = test::small_problem(quant);
       const FormatRow& row = *format_of(p).value();
@@ -368,6 +415,32 @@ TEST(CudaStrips, ScalesThatAreTooLargeInTheImageAreRefused) {
                    {"w2_scale: got 5.316", "row", "at most 5.316"});
   }
   EXPECT_TRUE(strips_of("nf4-bf16", false, set(0x1p122F)).ok()) << "as they are";
+}
+
+TEST(CudaStrips, ScalesThatAreNoIntegersTimesANumberAreRefused) {
+  const auto set = [](float to) {
+    return [to](auto& c) { c.weights.w2_scale.template as<float>()[4 * 5 + 2] = to; };
+  };
+  EXPECT_TRUE(strips_of("q6k-super", false, set(0)).ok());
+  EXPECT_TRUE(strips_of("q6k", false, set(0x1.234566p-5F)).ok());
+  expect_refusal(strips_of("q6k-super", false, set(0x1.234566p-5F)), StatusCode::kInvalidArgument,
+                 {"w2_scale: got numbers at row 5, columns from 0 on", "integers of 8 bits",
+                  "one number of F16", "(quant.weight.super_bits)"});
+}
+
+TEST(CudaStrips, CodesOfMoreThanSixBitsAreRefused) {
+  const auto set = [](int code) {
+    return [code](auto& c) {
+      c.weights.w2.template as<std::int8_t>()[64 * 5 + 7] = static_cast<std::int8_t>(code);
+    };
+  };
+  for (const int code : {-32, 31}) EXPECT_TRUE(strips_of("q6k-super", false, set(code)).ok());
+  for (const int code : {-33, 32}) {
+    EXPECT_TRUE(strips_of("q6k", false, set(code)).ok());
+    expect_refusal(strips_of("q6k-super", false, set(code)), StatusCode::kInvalidArgument,
+                   {"w2: got code", code < 0 ? " -33 " : " 32 ", "row 5, column 7",
+                    "need -32 to 31 (quant.weight.code_bits)"});
+  }
 }
 
 TEST(CudaStrips, WhatHasNoPlaceIsRefused) {

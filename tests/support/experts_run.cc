@@ -50,7 +50,8 @@ Scheme scheme_called(std::string_view name) {
         stored.weight, stored.forms);
   }
   // Matrices of two types, each in its own form.
-  if (name == "q4k-q6k" || name == "q4k-q5k" || name == "q5k-q6k" || name == "q40-q80") {
+  if (name == "q4k-q6k" || name == "q4k-q5k" || name == "q4k-q50" || name == "q4k-q80" ||
+      name == "q2k-q3k" || name == "q5k-q6k" || name == "q40-q80") {
     const auto stored = [](std::string_view called) {
       for (const Scheme& s : stored_schemes()) {
         if (s.name == called) return s.weight;
@@ -65,6 +66,15 @@ Scheme scheme_called(std::string_view name) {
       w.block_k = 32;
     }
     if (name == "q5k-q6k") forms.w13 = q5k;
+    if (name == "q2k-q3k") forms = {stored("q2_k"), stored("q3_k")};
+    if (name == "q4k-q50" || name == "q4k-q80") {
+      forms.w13.super_bits = 0;  // of both types together
+      forms.w2 = stored("q8_0");
+      forms.w2.scale_dtype = DType::kF32;
+      if (name == "q4k-q50") forms.w2.code_bits = 6;
+      w = forms.w2;
+      w.zero_point = ZeroPoint::kMin;
+    }
     if (name == "q40-q80") {
       forms = {stored("q4_0"), stored("q8_0")};
       w = forms.w2;
@@ -100,7 +110,8 @@ Scheme scheme_called(std::string_view name) {
     named = "mxfp4-fp8";
   }
   if (name == "mxfp8-bf16") named = "mxfp8";
-  if (name == "gptq" || name == "q4k" || name == "q3k" || name == "awq" || name == "int4-g32") {
+  if (name == "gptq" || name == "q4k" || name == "q2k" || name == "q3k" || name == "awq" ||
+      name == "int4-g32") {
     named = "int4-g128";
   }
   if (name == "int4-channel" || name == "q5k" || name == "q6k" || name == "q4k-m" ||
@@ -137,7 +148,11 @@ Scheme scheme_called(std::string_view name) {
   }
   if (name == "int4-fp8-g32" || name == "int4-g32") w.block_k = 32;
   if (name == "int4-fp8-g96") w.block_k = 96;
-  if (name == "q3k") w.block_k = 16;
+  if (name == "q2k" || name == "q3k") w.block_k = 16;
+  if (name == "q2k") {
+    w.dtype = DType::kU4;
+    w.zero_point = ZeroPoint::kMin;
+  }
   if (name == "int4-channel") w.dtype = DType::kI4;
   if (name == "q5k" || name == "q6k" || name == "q4k-m") {
     w.granularity = ScaleGranularity::kGroup;

@@ -101,19 +101,23 @@ struct DecodeInt4Fp8;
 struct DecodeE2M1;   // e2m1 codes and E8M0 scales to bf16
 struct DecodeNvfp4;  // e2m1 codes and e4m3 scales to bf16
 struct DecodeMxfp8;  // e4m3 codes and E8M0 scales to bf16
-// Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStagesAndRow, else StripScales.
-template <class Scales>
-struct DecodeInt4;  // 4-bit integers, less a zero point
+// Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStagesAndRow, else StripScales or
+// SuperScales.
+struct NibbleCodes;  // 4 bits
+struct SixBitCodes;
+struct ByteCodes;
+template <class Codes, class Scales>
+struct DecodeIntegers;  // less a zero point
 template <class Scales>
 struct DecodeTable;  // 4-bit indices of a table
-template <class Scales>
-struct DecodeInt8;  // 8-bit integers, less a zero point
-struct DecodeE4M3;  // e4m3 codes, with ScalesOfSums
+struct DecodeE4M3;   // e4m3 codes, with ScalesOfSums
 // Where a weight's scale goes: to the sums of a stage, or into the operand, for each of so many parts
-// of a stage.
+// of a stage; it is stored as a number, or as an integer beside a number of all parts.
 struct ScalesOfSums;
 template <int kUnits, bool kRests, bool kMinima = false>
 struct StripScales;
+template <int kUnits, bool kMinima = false>
+struct SuperScales;
 struct InOperand;  // operands have their scales: one accumulator chain over all of K
 struct PerStage;   // a stage's sums times the scales of its weights and tokens, added in fp32
 // The sums of a stage, or of two that have the same scales, times the scale of each weight row, added

@@ -143,8 +143,8 @@ struct WholeRows {
 struct CodeImage {
   std::int32_t slab_bytes = 0;  // of a chunk: codes, then the strip
   std::int32_t units = 0;       // scales per row and chunk: 1, 2 or 4
-  // Where the strip has what is left of scales, zero points, and what these leave of minima, from the
-  // slab's begin; 0: nowhere.
+  // Where the strip has what is left of scales (or the numbers that they are multiples of), zero points,
+  // and what these leave of minima, from the slab's begin; 0: nowhere.
   std::int32_t low_at = 0, zero_at = 0, offset_at = 0;
   std::uint32_t addend = 0;  // bf16 pair, of integers without stored zero points: codes_integer.h
   std::uint32_t table[8] = {};  // of DecodeTable: codes_table.h

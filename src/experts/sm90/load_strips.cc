@@ -31,26 +31,28 @@ Status repack_strip_matrix(const OperandQuant& weight, const CodeImage& codes,
                            Allocation& staging, std::byte* image) {
   CodeStrips strips;
   MOESAIC_RETURN_IF_ERROR(make_strips(weight, codes, field, view, shape, row_order, strips));
-  const bool nibbles = has_nibbles(weight), stored4 = dtype_bits(view.weight.dtype) == 4;
-  const std::int64_t bytes = shape.rows * shape.columns / (nibbles ? 2 : 1);
-  const auto count = static_cast<std::int64_t>(strips.upper.size());
+  // Nibbles that the image has in more bits are handed over in a byte each.
+  const bool widens = dtype_bits(view.weight.dtype) == 4 && image_bits(weight) != 4;
+  const std::int64_t row_bytes = shape.columns * dtype_bits(view.weight.dtype) / 8;
+  const std::int64_t bytes = shape.rows * row_bytes * (widens ? 2 : 1);
+  const std::int64_t count = shape.rows * shape.chunks() * codes.units;
   const std::int64_t all =
       round_up(bytes, 256) + 3 * round_up(2 * count, 256) + round_up(count, 256);
   if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
   auto* at = staging.as<std::byte>();
   CodeSource source;
   source.places = has_fp8_codes(weight)     ? CodePlaces::kE4m3
-                  : !nibbles                ? CodePlaces::kBytes
                   : has_table_codes(weight) ? CodePlaces::kTable
-                                            : CodePlaces::kInt4;
-  if (view.weight.dtype == DType::kI4) source.flip = 0x8;
-  if (view.weight.dtype == DType::kI8) source.flip = 0x80;
+                  : has_int6_codes(weight)  ? CodePlaces::kInt6
+                  : has_int4_codes(weight)  ? CodePlaces::kInt4
+                                            : CodePlaces::kBytes;
+  source.flip = static_cast<std::uint32_t>(code_of_zero(weight));
+  source.mask = (1U << image_bits(weight)) - 1;
   source.lower_bytes = !has_rests(weight);
   source.weight = reinterpret_cast<const std::uint8_t*>(at);
   const std::byte* from = view.weight.data;
   std::vector<std::byte> ordered;
   if (row_order != nullptr) {
-    const std::int64_t row_bytes = shape.columns / (stored4 ? 2 : 1);
     const std::int64_t part_rows = shape.rows / view.parts;
     ordered.resize(static_cast<std::size_t>(shape.rows * row_bytes));
     for (std::int64_t n = 0; n < shape.rows; ++n) {
@@ -61,11 +63,11 @@ Status repack_strip_matrix(const OperandQuant& weight, const CodeImage& codes,
     from = ordered.data();
   }
   std::vector<std::byte> widened;
-  if (stored4 && !nibbles) {
+  if (widens) {
     widened.resize(static_cast<std::size_t>(bytes));
-    const auto* const nibbles_at = reinterpret_cast<const std::uint8_t*>(from);
+    const auto* const nibbles = reinterpret_cast<const std::uint8_t*>(from);
     for (std::int64_t i = 0; i < bytes; ++i) {
-      widened[static_cast<std::size_t>(i)] = std::byte{nibble_at(nibbles_at, i)};
+      widened[static_cast<std::size_t>(i)] = std::byte{nibble_at(nibbles, i)};
     }
     from = widened.data();
   }
@@ -73,6 +75,8 @@ Status repack_strip_matrix(const OperandQuant& weight, const CodeImage& codes,
   at += round_up(bytes, 256);
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.upper, at, source.upper));
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.lower, at, source.lower));
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.codes, at, source.codes));
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.super, at, source.super));
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.zero, at, source.zero));
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.offset, at, source.offset));
   MOESAIC_RETURN_IF_ERROR(

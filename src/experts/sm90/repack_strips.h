@@ -6,7 +6,11 @@
 // (weight_codes.h). Codes of 4
 // bits lie as repack_codes.h says, with words of codes_int4.h or codes_table.h. Codes of 8 bits:
 // [block: 2][half of the chunk: 2][thread: 128][16 bytes], two words of codes_bytes.h for each of
-// its two k16 steps. Codes past the matrix are zero, with a scale of zero.
+// its two k16 steps. Codes of 6 bits: [block: 2][thread: 128][16 bytes], then [block][thread][8 bytes], the
+// words of codes_int6.h for two steps and two. Codes past the matrix are zero, with a scale of zero.
+// Super scales, in place of upper bits and what they leave: integers plus 128
+// [block][units 0 and 1, 2 and 3][warp][g]{those of row g, those of row g + 8: a byte each}, then the F16
+// numbers [block][warp][g]{row g, row g + 8}.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +22,20 @@
 
 namespace moesaic::cuda {
 
-enum class CodePlaces : std::uint8_t { kInt4, kTable, kBytes, kE4m3 };
+enum class CodePlaces : std::uint8_t { kInt4, kTable, kInt6, kBytes, kE4m3 };
 
 struct CodeSource {
   CodePlaces places = CodePlaces::kInt4;
-  std::uint32_t flip = 0;  // bits of a code that are stored the other way: of signed integers
+  std::uint32_t flip = 0;     // bits of a code that are stored the other way: of signed integers
+  std::uint32_t mask = 0xFF;  // bits of a code
   // Row-major, low nibbles first; columns a multiple of 8.
   const std::uint8_t* weight = nullptr;
   // [rows][chunks * units]; null where the image has none.
   const std::uint16_t* upper = nullptr;
   const std::uint16_t* lower = nullptr;
-  bool lower_bytes = false;  // `lower` has 8 bits
+  const std::uint8_t* codes = nullptr;
+  const std::uint16_t* super = nullptr;  // [rows][chunks]
+  bool lower_bytes = false;              // `lower` has 8 bits
   const std::uint8_t* zero = nullptr;
   const std::uint16_t* offset = nullptr;
 };

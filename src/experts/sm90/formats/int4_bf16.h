@@ -13,7 +13,7 @@ struct Int4Bf16 {
   // A scale (2 bytes), its low bits and its zero point (1 each).
   using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
-  using Weights = FromCodes<DecodeInt4<ScalesOfSums>>;
+  using Weights = FromCodes<DecodeIntegers<NibbleCodes, ScalesOfSums>>;
   using Promote = PerStagesAndRow<2>;
   using Inner = RoundBf16;
 };

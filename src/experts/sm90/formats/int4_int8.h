@@ -1,4 +1,4 @@
-// 4-bit integers with minima in w13 and 8-bit integers in w2, both in narrow groups (Q4_K beside Q6_K).
+// 4-bit integers with minima in w13 and 8-bit integers in w2, both in narrow groups (Q4_K beside Q8_0).
 #pragma once
 
 #include "experts/sm90/formats/int4_minima.h"

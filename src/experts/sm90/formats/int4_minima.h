@@ -9,7 +9,7 @@ namespace moesaic::cuda {
 struct Int4Minima : Int4Narrow {
   // As there, and two units of offsets (2 bytes).
   using WeightScales = VaryingStrip<14>;
-  using Weights = FromCodes<DecodeInt4<StripScales<2, true, true>>>;
+  using Weights = FromCodes<DecodeIntegers<NibbleCodes, StripScales<2, true, true>>>;
 };
 
 }  // namespace moesaic::cuda

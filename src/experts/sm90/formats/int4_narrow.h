@@ -8,7 +8,7 @@ namespace moesaic::cuda {
 struct Int4Narrow : Int4Bf16 {
   // Two units of scales (2 bytes), what these leave (2) and zero points (1).
   using WeightScales = VaryingStrip<10>;
-  using Weights = FromCodes<DecodeInt4<StripScales<2, true>>>;
+  using Weights = FromCodes<DecodeIntegers<NibbleCodes, StripScales<2, true>>>;
   using Promote = InOperand;
 };
 

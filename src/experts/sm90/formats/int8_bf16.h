@@ -12,7 +12,7 @@ struct Int8Bf16 {
   // A scale (2 bytes), its low bits and its zero point (1 each).
   using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
-  using Weights = FromCodes<DecodeInt8<ScalesOfSums>>;
+  using Weights = FromCodes<DecodeIntegers<ByteCodes, ScalesOfSums>>;
   using Promote = PerStagesAndRow<2>;
   using Inner = RoundBf16;
 };

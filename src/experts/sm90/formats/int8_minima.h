@@ -9,7 +9,7 @@ namespace moesaic::cuda {
 struct Int8Minima : Int8Narrow {
   // As there, and four units of offsets (2 bytes).
   using WeightScales = VaryingStrip<24>;
-  using Weights = FromCodes<DecodeInt8<StripScales<4, false, true>>>;
+  using Weights = FromCodes<DecodeIntegers<ByteCodes, StripScales<4, false, true>>>;
 };
 
 }  // namespace moesaic::cuda

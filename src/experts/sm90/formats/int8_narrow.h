@@ -8,7 +8,7 @@ namespace moesaic::cuda {
 struct Int8Narrow : Int8Bf16 {
   // Four units of scales (2 bytes), their low bits and zero points (1 each).
   using WeightScales = VaryingStrip<16>;
-  using Weights = FromCodes<DecodeInt8<StripScales<4, false>>>;
+  using Weights = FromCodes<DecodeIntegers<ByteCodes, StripScales<4, false>>>;
   using Promote = InOperand;
 };
 
