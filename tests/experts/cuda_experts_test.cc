@@ -129,23 +129,27 @@ TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
 }
 
 // Groups of every width that builds for 17 rows an expert and more compute, and what several groups of
-// an expert leave.
+// an expert leave, with the epilogues of the wide builds.
 TEST_P(CudaExpertsExact, WideGroupsEqualReferenceByBits) {
   REQUIRE_HOPPER();
   const std::vector<std::vector<int>> rows_of_experts = {{8, 17, 32, 33, 48, 49},
                                                          {16, 48, 49, 80, 81, 97},
                                                          {112, 113, 128, 129, 136, 137},
                                                          {144, 145, 160, 161, 273, 321}};
-  for (const std::vector<int>& rows : rows_of_experts) {
-    SCOPED_TRACE(testing::Message() << rows.front() << " to " << rows.back());
-    const std::int64_t tokens = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    StandardCase c = exact_case(GetParam(), "silu", 256, 128, tokens, 1);
-    ASSERT_EQ(c.problem.num_experts, static_cast<std::int64_t>(rows.size()));
-    std::int32_t* id = c.routing.ids.as<std::int32_t>();
-    for (std::size_t e = 0; e < rows.size(); ++e) {
-      id = std::fill_n(id, rows[e], static_cast<std::int32_t>(e));
+  for (const char* activation : {"silu", "relu2_no_mul"}) {
+    if (!has_activation(GetParam(), activation)) continue;
+    for (const std::vector<int>& rows : rows_of_experts) {
+      SCOPED_TRACE(testing::Message()
+                   << activation << ' ' << rows.front() << " to " << rows.back());
+      const std::int64_t tokens = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+      StandardCase c = exact_case(GetParam(), activation, 256, 128, tokens, 1);
+      ASSERT_EQ(c.problem.num_experts, static_cast<std::int64_t>(rows.size()));
+      std::int32_t* id = c.routing.ids.as<std::int32_t>();
+      for (std::size_t e = 0; e < rows.size(); ++e) {
+        id = std::fill_n(id, rows[e], static_cast<std::int32_t>(e));
+      }
+      expect_reference_bits(c);
     }
-    expect_reference_bits(c);
   }
 }
 

@@ -51,7 +51,8 @@ Scheme scheme_called(std::string_view name) {
   }
   // Matrices of two types, each in its own form.
   if (name == "q4k-q6k" || name == "q4k-q5k" || name == "q4k-q50" || name == "q4k-q80" ||
-      name == "q2k-q3k" || name == "q5k-q6k" || name == "q40-q80") {
+      name == "q2k-q3k" || name == "q3k-q4k" || name == "q3k-q5k" || name == "q5k-q6k" ||
+      name == "q40-q80") {
     const auto stored = [](std::string_view called) {
       for (const Scheme& s : stored_schemes()) {
         if (s.name == called) return s.weight;
@@ -67,6 +68,8 @@ Scheme scheme_called(std::string_view name) {
     }
     if (name == "q5k-q6k") forms.w13 = q5k;
     if (name == "q2k-q3k") forms = {stored("q2_k"), stored("q3_k")};
+    if (name == "q3k-q4k") forms = {stored("q3_k"), stored("q4_k")};
+    if (name == "q3k-q5k") forms = {stored("q3_k"), stored("q5_k")};
     if (name == "q4k-q50" || name == "q4k-q80") {
       forms.w13.super_bits = 0;  // of both types together
       forms.w2 = stored("q8_0");
@@ -88,7 +91,8 @@ Scheme scheme_called(std::string_view name) {
   if (name.ends_with(kSuper)) {
     Scheme scheme = scheme_called(name.substr(0, name.size() - kSuper.size()));
     OperandQuant w = scheme.weight;
-    w.super_bits = w.block_k == 32 && w.table == CodeTable::kNone ? 6 : 8;
+    const bool minima = w.dtype == DType::kU4 && w.zero_point == ZeroPoint::kMin;
+    w.super_bits = (minima || w.block_k == 32) && w.table == CodeTable::kNone ? 6 : 8;
     if (w.dtype == DType::kI8) w.code_bits = 6;
     return with_weight(scheme, w);
   }

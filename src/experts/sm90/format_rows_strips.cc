@@ -12,7 +12,10 @@
 #include "experts/sm90/formats/int4_minima.h"
 #include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int4_super.h"
+#include "experts/sm90/formats/int4_super_int4.h"
+#include "experts/sm90/formats/int4_super_int6.h"
 #include "experts/sm90/formats/int4_super_minima.h"
+#include "experts/sm90/formats/int4_super_minima_int4.h"
 #include "experts/sm90/formats/int6_int6_super.h"
 #include "experts/sm90/formats/int6_minima.h"
 #include "experts/sm90/formats/int6_narrow.h"
@@ -47,7 +50,8 @@ LaunchGrouped launch_grouped_int6_super_swiglu, launch_grouped_int6_super_relu2;
 LaunchGrouped launch_grouped_int6_super_minima_swiglu, launch_grouped_int6_super_minima_relu2;
 LaunchGrouped launch_grouped_int4_int6_swiglu, launch_grouped_int4_int6_super_swiglu,
     launch_grouped_int4_int6_super_minima_swiglu, launch_grouped_int4_int8_swiglu,
-    launch_grouped_int6_int6_super_swiglu;
+    launch_grouped_int6_int6_super_swiglu, launch_grouped_int4_super_int4_swiglu,
+    launch_grouped_int4_super_int6_swiglu, launch_grouped_int4_super_minima_int4_swiglu;
 LaunchGrouped launch_grouped_int8_minima_swiglu, launch_grouped_int8_minima_relu2;
 
 namespace {
@@ -134,10 +138,11 @@ constexpr FormatRow row_of_integers(std::string_view name,
 // Matrices of two forms. They are asked before the rows of one form for both.
 template <class Format>
 constexpr FormatRow row_of_two(std::string_view name, bool (*w13)(const OperandQuant& weight),
-                               bool (*w2)(const OperandQuant& weight), LaunchGrouped* swiglu) {
+                               bool (*w2)(const OperandQuant& weight), LaunchGrouped* swiglu,
+                               int middle = Format::kWeightBits == 4 ? 48 : 64) {
   FormatRow row = row_of_strips<Format>(name, w13, swiglu, 136);
   row.takes_w2 = w2;
-  if (Format::kWeightBits == 4) row.tiles.middle = 48;
+  row.tiles.middle = middle;
   return row;
 }
 
@@ -169,6 +174,15 @@ constexpr FormatRow kStrips[] = {
     row_of_two<Int6Int6Super>("int6-bf16", &takes_minima<has_int6_super>,
                               &takes_narrow<has_int6_super>,
                               MOESAIC_ON_DEVICE(launch_grouped_int6_int6_super_swiglu)),
+    row_of_two<Int4SuperInt4>("int4-bf16", &takes_narrow<has_int4_super>,
+                              &takes_minima<has_int4_strips>,
+                              MOESAIC_ON_DEVICE(launch_grouped_int4_super_int4_swiglu)),
+    row_of_two<Int4SuperInt6>("int4-bf16", &takes_narrow<has_int4_super>,
+                              &takes_minima<has_int6_super>,
+                              MOESAIC_ON_DEVICE(launch_grouped_int4_super_int6_swiglu)),
+    row_of_two<Int4SuperMinimaInt4>(
+        "int4-bf16", &takes_minima<has_int4_super>, &takes_narrow<has_int4_super>,
+        MOESAIC_ON_DEVICE(launch_grouped_int4_super_minima_int4_swiglu), 64),
     row_of_integers<Int4Super>("int4-bf16", &takes_narrow<has_int4_super>,
                                MOESAIC_ON_DEVICE(launch_grouped_int4_super_swiglu),
                                MOESAIC_ON_DEVICE(launch_grouped_int4_super_relu2), 136, 48),
