@@ -37,9 +37,10 @@ constexpr const char* kQuants[] = {
     "nf4-bf16",   "int8-bf16",  "fp8-bf16",   "q4k"};
 // Other weights of the same formats.
 constexpr const char* kMoreQuants[] = {
-    "int4-channel", "int4-g32", "awq",       "gptq",    "fp4-bf16",  "u8-zero", "q2k",
-    "q2k-super",    "q3k",      "q3k-super", "q5k",     "q5k-super", "q6k",     "q6k-super",
-    "q4k-m",        "q4k-q6k",  "q4k-q5k",   "q4k-q50", "q4k-q80",   "q5k-q6k"};
+    "int4-channel", "int4-g32",  "awq",     "gptq",      "fp4-bf16", "u8-zero",
+    "q2k",          "q2k-super", "q3k",     "q3k-super", "q5k",      "q5k-super",
+    "q6k",          "q6k-super", "q4k-m",   "q4k-q6k",   "q4k-q5k",  "q4k-q50",
+    "q4k-q80",      "q5k-q6k",   "q2k-q3k", "q3k-q4k",   "q3k-q5k"};
 std::vector<const char*> all_quants() {
   std::vector<const char*> all(std::begin(kQuants), std::end(kQuants));
   all.insert(all.end(), std::begin(kMoreQuants), std::end(kMoreQuants));
