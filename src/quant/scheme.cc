@@ -111,11 +111,13 @@ constexpr OperandQuant kQ4K =
 constexpr OperandQuant kQ5K =
     compact(integers(DType::kI8, quant::kGgufBlock, ZeroPoint::kMin), 6, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
-// Q4_K with Q6_K for w2, as half of the layers of most Q4_K_M files have them.
-constexpr OperandQuant kQ4KM =
+// Any two of these. Q4_K or Q5_K with Q6_K for w2, as half of the layers of most Q4_K_M and Q5_K_M files
+// have them, and Q3_K with Q4_K, as most layers of Q3_K_M files.
+constexpr OperandQuant kTwoKTypes =
     compact(integers(DType::kI8, quant::kGgufHalfBlock, ZeroPoint::kMin), 6, 8);
-static_assert(is_form_of(kQ4K, kQ4KM) && is_form_of(kQ6K, kQ4KM));
-constexpr std::array<Scheme, 24> kStoredSchemes = {{
+static_assert(is_form_of(kQ3K, kTwoKTypes) && is_form_of(kQ4K, kTwoKTypes) &&
+              is_form_of(kQ5K, kTwoKTypes) && is_form_of(kQ6K, kTwoKTypes));
+constexpr std::array<Scheme, 26> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     fp8_blocks("fp8-block-64x64", 64, 64),
@@ -136,14 +138,16 @@ constexpr std::array<Scheme, 24> kStoredSchemes = {{
     weight_only("q4_k", kQ4K),
     weight_only("q5_k", kQ5K),
     weight_only("q6_k", kQ6K),
-    with_forms(weight_only("q4_k_m", kQ4KM), kQ4K, kQ6K),
+    with_forms(weight_only("q3_k_m", kTwoKTypes), kQ3K, kQ4K),
+    with_forms(weight_only("q4_k_m", kTwoKTypes), kQ4K, kQ6K),
+    with_forms(weight_only("q5_k_m", kTwoKTypes), kQ5K, kQ6K),
     int8_activations("int4-g32-int8", integers(DType::kI4, 32)),
     int8_activations("uint4-g128-int8", kUint4),
     int8_activations("q4_0-int8", kQ40),
     int8_activations("q8_0-int8", kQ80),
     int8_activations("q4_k-int8", kQ4K),
     int8_activations("q6_k-int8", kQ6K),
-    with_forms(int8_activations("q4_k_m-int8", kQ4KM), kQ4K, kQ6K),
+    with_forms(int8_activations("q4_k_m-int8", kTwoKTypes), kQ4K, kQ6K),
 }};
 
 template <std::size_t kCount>

@@ -85,7 +85,7 @@ class Bench(ToolTest):
                 self.assertLess(size["one"], 0.25 * size["uniform"])
 
     def test_schemes_that_only_checkpoints_have(self):
-        for name in ("fp8-static", "fp8-block-64x64", "fp8-block-32x128", "uint4-g128", "int4-g128-act-order", "fp4-bf16", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0-int8", "q4_k-int8"):
+        for name in ("fp8-static", "fp8-block-64x64", "fp8-block-32x128", "uint4-g128", "int4-g128-act-order", "fp4-bf16", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q3_k_m", "q5_k_m", "q4_0-int8", "q4_k-int8"):
             with self.subTest(scheme=name):
                 points = self.points("--quant", name, "--tokens", "1,9")
                 self.assertEqual({p["quant"] for p in points}, {name})
