@@ -17,15 +17,6 @@
 namespace moesaic::cpu {
 namespace {
 
-// A finite F16 number other than 0, its subnormals among them.
-float any_unit(test::Rng& rng) {
-  for (;;) {
-    const auto code = static_cast<std::uint16_t>(rng.next());
-    const float value = f32_from_f16(code);
-    if (std::isfinite(value) && value != 0) return value;
-  }
-}
-
 int any_super_code(test::Rng& rng, int bits) {
   return static_cast<int>(bits == 6 ? rng.integer(0, 63) : rng.integer(-128, 127));
 }

@@ -97,17 +97,18 @@ TEST(CudaStrips, TableIndicesBecomeTheirEntries) {
   for (std::size_t c = 0; c < 16; ++c) {
     entries[c] = static_cast<std::uint16_t>(0x3F00 + 0x1137 * c);
   }
-  const BytesOfTable bytes = bytes_of_table(entries);
+  const WordsOfTable words = words_of_table(entries);
   std::uint32_t table[8];
-  for (std::size_t i = 0; i < 8; ++i) table[i] = bytes[i];
+  for (std::size_t i = 0; i < 8; ++i) table[i] = words[i];
   for (std::uint32_t code = 0; code < 16; ++code) {
     for (int place = 0; place < 8; ++place) {
       std::uint32_t word = 0;
       for (int n = 0; n < 8; ++n) word |= place_index(n == place ? code : 15 - code, n / 2, n % 2);
-      std::uint32_t a[4];
-      table_fragment(word, table, a);
       for (int n = 0; n < 8; ++n) {
-        ASSERT_EQ(a[n / 2] >> (16 * (n % 2)) & 0xFFFF, entries[n == place ? code : 15 - code])
+        const std::uint32_t at = table_offset(word, n / 2);
+        ASSERT_EQ(at % kTablePairBytes, 0U);
+        const std::uint32_t pair = pair_of_table(table, static_cast<int>(at / kTablePairBytes));
+        ASSERT_EQ(pair >> (16 * (n % 2)) & 0xFFFF, entries[n == place ? code : 15 - code])
             << code << ' ' << place << ' ' << n;
       }
     }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "experts/sm90/pick_bytes.h"
+
 namespace moesaic::cuda {
 
 constexpr std::uint32_t place_byte(std::uint32_t code, int index, int element) {
@@ -13,7 +15,7 @@ constexpr std::uint32_t place_byte(std::uint32_t code, int index, int element) {
 
 // The bits of the codes of the first register, or of the second.
 constexpr std::uint32_t byte_pair(std::uint32_t word, int odd) {
-  return word >> (8 * odd) & 0x00FF00FFU;
+  return pick_bytes(word, 0, odd == 0 ? 0x4240U : 0x4341U);
 }
 
 }  // namespace moesaic::cuda

@@ -131,22 +131,19 @@ struct DecodeIntegers {
 template <class Scales>
 struct DecodeTable {
   static constexpr int kCodesBytes = NibbleCodes::kBytes;
+  static constexpr bool kHasTable = true;
   NibbleCodes codes;
   Scales scales;
-  std::uint32_t table[8];
+  std::uint32_t table;  // shared address of the lane's words of the table of pairs
 
   __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes.load(slab, block, thread);
   }
-  __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t, int,
-                                                   int) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) table[i] = image.table[i];
-    MOESAIC_CUDA_FAULT(cuda_codes_have_one_half_of_the_table, table[2] = table[0];
-                       table[3] = table[1]; table[6] = table[4]; table[7] = table[5];)
-  }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
-    table_fragment(codes.word(step), table, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = ptx::load_shared(table + table_offset(codes.word(step), i));
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = scales.times(a[i], step, i & 1);
   }

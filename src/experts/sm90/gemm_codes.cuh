@@ -18,6 +18,7 @@ struct FromCodes {
   static constexpr bool kOddFirst = false;
   // Codes with offsets: racecheck reports reads of other lanes where one hands a stage back.
   static constexpr bool kEveryLaneReleases = requires { requires Decoder::kOffsets; };
+  static constexpr bool kHasTable = requires { requires Decoder::kHasTable; };
   // Wide groups of sums that are taken out after each chunk: two chunks a stage are 5 % slower.
   template <class Promote>
   static constexpr int stage_chunks(int columns) {
@@ -30,14 +31,19 @@ struct FromCodes {
   // What a thread reads of the slab at a shared address: block m of its warpgroup.
   struct SlabOfStage {
     const CodeImage& image;
-    int first, thread;  // block
+    int first, thread;    // block
+    std::uint32_t table;  // shared address of a lane's, with kHasTable
 
     __device__ __forceinline__ void load_codes(Decoder& decoder, std::uint32_t at, int m) const {
       decoder.load_codes(at, first + m, thread);
     }
     __device__ __forceinline__ void load_zero_points(Decoder& decoder, std::uint32_t at,
                                                      int m) const {
-      decoder.load_zero_points(image, at, first + m, thread);
+      if constexpr (kHasTable) {
+        decoder.table = table;
+      } else {
+        decoder.load_zero_points(image, at, first + m, thread);
+      }
     }
     template <class Scales>
     __device__ __forceinline__ void load_scales(Scales& scales, std::uint32_t at, int m) const {
@@ -203,7 +209,8 @@ struct FromCodes {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    const SlabOfStage slab{sh.codes, first, thread};
+    const SlabOfStage slab{sh.codes, first, thread,
+                           sh.table() + static_cast<std::uint32_t>(lane) * 4};
     if constexpr (Format::Promote::kParts) {
       if constexpr (Format::Promote::kMostStages == 2) {
         if (sh.chunks_of_sums == 2) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "experts/sm90/codes_table.h"
 #include "experts/sm90/format_parts.h"
 #include "experts/sm90/grouped_gemm.h"
 
@@ -102,8 +103,11 @@ struct Layout {
   // Sums of second blocks, on their way to the epilogue.
   static constexpr int kSentBytes =
       kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
+  // Pairs of entries (codes_table.h).
+  static constexpr bool kHasTable = requires { requires Format::Weights::kHasTable; };
+  static constexpr int kPairsBytes = kHasTable ? kTableBytes : 0;
   static constexpr int kFixedBytes =
-      1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kListBytes;
+      1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kListBytes + kPairsBytes;
   // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them: 2 where the
   // format says so and three such stages fit. Of an odd number of chunks the first or the last is
   // alone in its stage.
@@ -149,7 +153,8 @@ struct Layout {
   static constexpr int kBars = kOtherBars + 2 * kSentBars;
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
   static constexpr int kOffsetSent = (kOffsetList + kListBytes + 15) / 16 * 16;
-  static constexpr int kBytes = kOffsetSent + kSentBytes + 1024;
+  static constexpr int kOffsetPairs = kOffsetSent + kSentBytes;
+  static constexpr int kBytes = kOffsetPairs + kPairsBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
   // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
   // free, so that it can start early. What producers give up is all that consumers can gain.
@@ -270,6 +275,7 @@ struct Shared {
     if (has_list(p)) c.row_of_pair = list()->row_of_pair;
     return c;
   }
+  __device__ __forceinline__ std::uint32_t table() const { return base + L::kOffsetPairs; }
   // Sums of a second block that a warp of the epilogue is given: four of a lane at a time.
   __device__ __forceinline__ float4* sent(int warp) const {
     return reinterpret_cast<float4*>(generic + L::kOffsetSent) +

@@ -47,6 +47,14 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
     }
     ptx::mbarrier_init_fence();
   }
+  if constexpr (L::kHasTable) {
+    auto* const pairs = reinterpret_cast<std::uint32_t*>(sh.generic + L::kOffsetPairs);
+    for (int i = static_cast<int>(threadIdx.x); i < kTableBytes / 4; i += L::kThreads) {
+      int byte = i / (kTablePairBytes / 4);
+      MOESAIC_CUDA_FAULT(cuda_codes_have_one_half_of_the_table, byte &= 0x77;)
+      pairs[i] = pair_of_table(p.codes.table, byte);
+    }
+  }
   if (kCluster) {
     ptx::cluster_sync();
   } else {

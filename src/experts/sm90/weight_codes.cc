@@ -93,8 +93,8 @@ CodeImage code_image(const OperandQuant& w, bool exact_scales) {
     std::array<std::uint16_t, 16> entries{};
     const quant::CodeValues values = quant::code_values_bf16(w);
     for (std::size_t c = 0; c < entries.size(); ++c) entries[c] = bf16_from_f32(values[c]);
-    const BytesOfTable bytes = bytes_of_table(entries);
-    for (std::size_t i = 0; i < bytes.size(); ++i) image.table[i] = bytes[i];
+    const WordsOfTable words = words_of_table(entries);
+    for (std::size_t i = 0; i < words.size(); ++i) image.table[i] = words[i];
   } else if (strip_unit(w) != 1.0F) {
     const auto middle = static_cast<float>(code_of_zero(w));
     image.addend = bf16_from_f32(-middle / kIntegerUnit) * 0x00010001U;
