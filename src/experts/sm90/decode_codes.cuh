@@ -35,7 +35,7 @@ struct NibbleCodes {
   uint4 piece;
 
   __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
-    piece = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
+    piece = load_shared_16(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
   }
   __device__ __forceinline__ std::uint32_t word(int step) const {
     const std::uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
@@ -57,7 +57,7 @@ struct SixBitCodes {
   uint2 end;
 
   __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
-    piece = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
+    piece = load_shared_16(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
     end = load_shared_8_bytes(slab + static_cast<std::uint32_t>(4096 + block * 1024 + thread * 8));
   }
   static __device__ __forceinline__ std::uint32_t factor(int) { return kIntegerFactor; }
@@ -78,8 +78,8 @@ struct ByteCodes {
   __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      piece[i] = load_shared_16_bytes(
-          slab + static_cast<std::uint32_t>(block * 4096 + i * 2048 + thread * 16));
+      piece[i] =
+          load_shared_16(slab + static_cast<std::uint32_t>(block * 4096 + i * 2048 + thread * 16));
     }
   }
   __device__ __forceinline__ std::uint32_t word(int step, int index) const {
