@@ -4,7 +4,8 @@
 Every tests/faults/<folder>.list names faults, one a line: FAULT TEST_BINARY GTEST_FILTER. For each, the
 filtered tests must pass as they are (those of a binary run together), must be at least one, and must fail when the environment variable
 MOESAIC_FAULT is the fault's name. A line that ends in `may_skip` is about code that not every machine can
-run: there the tests may be skipped. Every fault point in the source must be listed, and every listed
+run: there the tests may be skipped. One that ends in `needs FLAG` is about code of a tier that only processors with
+that flag of /proc/cpuinfo choose: elsewhere its tests pass, and it is skipped. Every fault point in the source must be listed, and every listed
 fault must exist in the source.
 
 Faults in kernels (MOESAIC_CUDA_FAULT, tests/faults/cuda.list) are run with --gpu, and then no others; without a
@@ -46,7 +47,7 @@ def fault_points(source):
 
 
 def read_lists(source, problems):
-    """Fault -> (test binary, filter, whether its tests may be skipped, whether it is in a kernel)."""
+    """Fault -> (test binary, filter, whether its tests may be skipped, processor flag, whether it is in a kernel)."""
     faults = {}
     for path in sorted((source / "tests" / "faults").glob("*.list")):
         on_gpu = path.name == GPU_LIST
@@ -55,12 +56,15 @@ def read_lists(source, problems):
             if not words:
                 continue
             may_skip = words[3:] == ["may_skip"]
-            if len(words) != 3 and not may_skip:
-                problems.append(f"{path.name}:{number}: need FAULT TEST_BINARY GTEST_FILTER [may_skip], got: {line}")
+            flag = words[4] if len(words) == 5 and words[3] == "needs" else None
+            if len(words) != 3 and not may_skip and flag is None:
+                problems.append(
+                    f"{path.name}:{number}: need FAULT TEST_BINARY GTEST_FILTER [may_skip | needs FLAG], got: {line}"
+                )
             elif words[0] in faults:
                 problems.append(f"{path.name}:{number}: {words[0]} is listed twice")
             else:
-                faults[words[0]] = (words[1], words[2], may_skip or on_gpu, on_gpu)
+                faults[words[0]] = (words[1], words[2], may_skip or on_gpu, flag, on_gpu)
     return faults
 
 
@@ -113,7 +117,7 @@ class Baselines:
     def __init__(self, build, faults):
         self.build, self.cache, self.lock = build, {}, threading.Lock()
         self.together = {}  # binary name -> filters that can be joined and cannot be skipped
-        for binary_name, gtest_filter, may_skip in faults:
+        for binary_name, gtest_filter, may_skip, _ in faults:
             if not may_skip and "-" not in gtest_filter:
                 self.together.setdefault(binary_name, set()).add(gtest_filter)
 
@@ -135,7 +139,18 @@ class Baselines:
         return self.once((binary, gtest_filter), lambda: run_tests(binary, gtest_filter, None, self.build))
 
 
-def check_fault(build, name, binary_name, gtest_filter, may_skip, baseline, timeout):
+def processor_flags():
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return set(found.group(1).split()) if found else set()
+
+
+def check_fault(build, name, binary_name, gtest_filter, may_skip, flag, baseline, timeout):
+    if flag is not None and flag not in processor_flags():
+        return name, SKIPPED, f"needs {flag}"
     binary = find_binary(build, binary_name)
     if binary is None:
         return name, f"no test binary {binary_name} in the build", ""
@@ -171,7 +186,7 @@ def main(arguments):
     if len(faults) < MIN_FAULTS:
         problems.append(f"{len(faults)} faults are listed, need at least {MIN_FAULTS}")
 
-    runnable = {name: fault[:3] for name, fault in faults.items() if fault[3] == gpu}
+    runnable = {name: fault[:4] for name, fault in faults.items() if fault[4] == gpu}
     chosen = {name: runnable[name] for name in arguments[2:] if name in runnable} or runnable
     timeout = GPU_TIMEOUT_S if gpu else TIMEOUT_S
     baseline = Baselines(build, chosen.values())
