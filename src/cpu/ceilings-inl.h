@@ -7,35 +7,7 @@
 #define MOESAIC_CPU_CEILINGS_INL_H_
 #endif
 
-#include "cpu/panel_gemm_i8-inl.h"
-
-#if MOESAIC_TIER_DOT8
-MOESAIC_BEFORE_DOT8();
-namespace moesaic::cpu::HWY_NAMESPACE {
-namespace {
-
-// As below.
-double MultiplyAddLoopI8(std::int64_t iterations, std::int32_t* operands) {
-  constexpr int kChains = multiply_add_chains(kLanes);
-  VI acc[kChains];
-#pragma GCC unroll 24
-  for (int i = 0; i < kChains; ++i) acc[i] = hn::LoadU(di32, operands + i * 16);
-  const std::int32_t* const constants = operands + kMaxMultiplyAddChains * 16;
-  const VI x[2] = {hn::LoadU(di32, constants), hn::LoadU(di32, constants + 16)};
-  const VI y = hn::LoadU(di32, constants + 32);
-  for (std::int64_t n = 0; n < iterations; ++n) {
-#pragma GCC unroll 24
-    for (int i = 0; i < kChains; ++i) AddQuads(acc[i], x[i % 2], y);
-  }
-#pragma GCC unroll 24
-  for (int i = 0; i < kChains; ++i) hn::StoreU(acc[i], di32, operands + i * 16);
-  return 8.0 * kLanes * kChains * static_cast<double>(iterations);
-}
-
-}  // namespace
-}  // namespace moesaic::cpu::HWY_NAMESPACE
-MOESAIC_AFTER_DOT8();
-#endif
+#include "cpu/simd-inl.h"
 
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {

@@ -246,8 +246,8 @@ struct CpuKernels {
   // integers or of e2m1 values, [kCode4] for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
   // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way
   // (tier amx without scales: sums of 1024 steps, hence other bits beyond 2^24).
-  // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI, I8MM), and then
-  // store_i8 is too.
+  // Tiers avx2 and avx512 do it with sums of byte pairs where the machine has no such instruction
+  // (AVX-VNNI, AVX512_VNNI); null on tiers baseline, and neon without I8MM, and then store_i8 is too.
   ByWeightKind<PanelGemm> grouped_gemm_i8;
   // The bits of grouped_gemm_i8 for at most kSuperGemmRows rows, with scales in the compact form of
   // super-blocks, all of K: super_gemm_takes. Null where grouped_gemm_i8 is.
@@ -318,7 +318,8 @@ struct CpuKernels {
   // 16 lanes of x times y is added to each lane of y (kBF16: twice).
   double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* operands);
   // The same for kI8, in int32: chain + the four products of x's unsigned and y's signed bytes (on
-  // tier amx x's are signed and y's unsigned). Null where grouped_gemm_i8 is.
+  // tier amx x's are signed and y's unsigned; of byte pairs two sums of two, in int16). Null where
+  // grouped_gemm_i8 is.
   double (*multiply_add_loop_i8)(std::int64_t iterations, std::int32_t* operands);
   // Reads `bytes` (a multiple of 256) once, front to back; the exclusive or of all words.
   std::uint32_t (*read_loop)(const std::byte* data, std::int64_t bytes);

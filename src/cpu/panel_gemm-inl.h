@@ -51,6 +51,9 @@ struct DecodeF16 {
 
 // Vectors per register tile: 6 x 4 accumulators of 32 registers, or 6 x 2 of 16.
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+// Of MR rows: with few of them more columns, or each multiply-add would wait for the one before.
+template <int MR>
+constexpr int kVectorsOfRows = kTileVectors* HWY_MAX(1, (kLanes == 16 ? 1 : 4) / MR);
 constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
 // Far enough to cover the latency of memory at the speed of one core, inside the 4 KiB page of the
 // next lines.
@@ -96,17 +99,17 @@ HWY_INLINE void ClearTile(VF (&acc)[MR][NV]) {
   }
 }
 
-template <class Decode, int S, int MR>
+template <class Decode, int S, int MR, int NV>
 HWY_INLINE void StepF32(const std::byte* p, const float* const (&a)[MR], std::int64_t k,
-                        VF (&acc)[MR][kTileVectors]) {
-  VF w[kTileVectors];
+                        VF (&acc)[MR][NV]) {
+  VF w[NV];
 #pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v) w[v] = Decode::template Step<S>(p + v * 4 * kLanes);
+  for (int v = 0; v < NV; ++v) w[v] = Decode::template Step<S>(p + v * 4 * kLanes);
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     const VF x = hn::Set(df, a[r][k + S]);
 #pragma GCC unroll 8
-    for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::MulAdd(w[v], x, acc[r][v]);
+    for (int v = 0; v < NV; ++v) acc[r][v] = hn::MulAdd(w[v], x, acc[r][v]);
   }
 }
 
@@ -118,8 +121,9 @@ HWY_NOINLINE void TileF32(const PanelArgs& args, const std::byte* w, int row, st
   const float* a[MR];
   for (int r = 0; r < MR; ++r)
     a[r] = static_cast<const float*>(args.rows[row + r]) + group * kGroup;
-  for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
-    VF acc[MR][kTileVectors];
+  constexpr int kVectors = kVectorsOfRows<MR>;
+  for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    VF acc[MR][kVectors];
     ClearTile<MR>(acc);
     const std::byte* p = w + column * 4;
     for (std::int64_t k = 0; k < k_count; k += kSteps, p += kUnitBytes) {
@@ -129,7 +133,7 @@ HWY_NOINLINE void TileF32(const PanelArgs& args, const std::byte* w, int row, st
       if constexpr (kSteps > 2) StepF32<Decode, 2, MR>(p, a, k, acc);
       if constexpr (kSteps > 3) StepF32<Decode, 3, MR>(p, a, k, acc);
     }
-    Fold<MR, kTileVectors>(acc, args, row, column, group);
+    Fold<MR, kVectors>(acc, args, row, column, group);
   }
 }
 

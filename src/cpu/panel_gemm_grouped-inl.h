@@ -121,37 +121,35 @@ HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], cons
 
 // --- Formats: one unit of kBytes to bf16 pairs of steps, [kSteps / 2][64]
 
-// 4-bit codes of any meaning: bytes of a table of 16 bf16 values, looked up with the nibble in one
-// byte of a 16-bit lane and "none" in the other.
+// 4-bit codes of any meaning: bytes of a table of 16 bf16 values. Bytes of even steps are taken to the
+// front of a block of 16, those of odd steps behind them; then the lower and the upper bytes of
+// values, next to one another, are those of one pair of steps.
 struct UnitCode4 {
   static constexpr int kSteps = 8;
   static constexpr std::int64_t kBytes = kUnitBytes;
-  template <int P>
-  static HWY_INLINE void Pair(hn::Vec<hn::Repartition<std::uint16_t, DF>> raw,
-                              hn::Vec<hn::Repartition<std::uint8_t, DF>> low,
-                              hn::Vec<hn::Repartition<std::uint8_t, DF>> high, std::uint32_t* out) {
-    const hn::Repartition<std::uint16_t, DF> du16;
-    const hn::Repartition<std::uint8_t, DF> du8;
-    const auto none = hn::Set(du16, 0x0080U);
-    const auto code = hn::And(P == 0 ? raw : hn::ShiftRight<4 * P>(raw), hn::Set(du16, 0x000FU));
-    const auto at_low = hn::BitCast(du8, hn::Or(code, hn::ShiftLeft<8>(none)));
-    const auto at_high = hn::BitCast(du8, hn::Or(hn::ShiftLeft<8>(code), none));
-    const auto pair =
-        hn::Or(hn::TableLookupBytesOr0(low, at_low), hn::TableLookupBytesOr0(high, at_high));
-    hn::Store(hn::BitCast(du32, pair), du32, out);
-  }
   static HWY_INLINE void Decode(const PanelArgs& args, std::int64_t, const std::byte* w,
                                 std::uint32_t* out) {
     const hn::Repartition<std::uint16_t, DF> du16;
     const hn::Repartition<std::uint8_t, DF> du8;
+    alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 2, 4, 6, 8, 10, 12, 14,
+                                                            1, 3, 5, 7, 9, 11, 13, 15};
+    const auto order = hn::LoadDup128(du8, kOrder);
     const auto low = hn::LoadDup128(du8, args.codes->low);
     const auto high = hn::LoadDup128(du8, args.codes->high);
+    const auto nibble = hn::Set(du8, 15);
     for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto raw = hn::Load(du16, reinterpret_cast<const std::uint16_t*>(w + 4 * c));
-      Pair<0>(raw, low, high, out + c);
-      Pair<1>(raw, low, high, out + kPanelColumns + c);
-      Pair<2>(raw, low, high, out + 2 * kPanelColumns + c);
-      Pair<3>(raw, low, high, out + 3 * kPanelColumns + c);
+      const auto raw = hn::TableLookupBytes(
+          hn::Load(du8, reinterpret_cast<const std::uint8_t*>(w + 4 * c)), order);
+      const auto upper = hn::BitCast(du8, hn::ShiftRight<4>(hn::BitCast(du16, raw)));
+      const decltype(raw) code[2] = {hn::And(raw, nibble), hn::And(upper, nibble)};
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const auto l = hn::TableLookupBytes(low, code[i]), h = hn::TableLookupBytes(high, code[i]);
+        const auto first = hn::BitCast(du32, hn::InterleaveLower(du8, l, h));
+        const auto second = hn::BitCast(du32, hn::InterleaveUpper(du8, l, h));
+        hn::Store(first, du32, out + i * kPanelColumns + c);
+        hn::Store(second, du32, out + (i + 2) * kPanelColumns + c);
+      }
     }
   }
 };
@@ -259,15 +257,16 @@ struct GroupTiles {
       const float* a[MR];
       for (int r = 0; r < MR; ++r)
         a[r] = static_cast<const float*>(args.rows[row + r]) + group * k_count;
-      for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
-        VF acc[MR][kTileVectors];
+      constexpr int kVectors = kVectorsOfRows<MR>;
+      for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+        VF acc[MR][kVectors];
         ClearTile<MR>(acc);
         const std::byte* p = w + column * 4;
         for (std::int64_t k = 0; k < k_count; k += 2, p += kUnitBytes) {
           StepF32<DecodeBF16, 0, MR>(p, a, k, acc);
           StepF32<DecodeBF16, 1, MR>(p, a, k, acc);
         }
-        FoldColumns<MR, kTileVectors>(args, acc, args.panel_scales, group, row, column);
+        FoldColumns<MR, kVectors>(args, acc, args.panel_scales, group, row, column);
       }
     }
   };

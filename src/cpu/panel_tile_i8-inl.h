@@ -8,9 +8,8 @@
 #endif
 
 #include <cstring>
-#include <utility>
 
-#include "cpu/quads_i8-inl.h"
+#include "cpu/group_sums_i8-inl.h"
 #include "cpu/super_scales-inl.h"
 
 #if MOESAIC_TIER_DOT8
@@ -20,8 +19,8 @@ namespace {
 
 // A block has 128 steps, groups at least 16. That of few rows, which read units as they lie, has
 // four groups or more.
-inline constexpr int kFinestI8Group = 16, kMaxI8Groups = kGroup / kFinestI8Group;
-inline constexpr int kFewI8Rows = kSuperGemmRows, kFewI8Groups = 4;
+inline constexpr int kMaxI8Groups = kGroup / kFinestI8Group;
+inline constexpr int kFewI8Rows = kSuperGemmRows;
 // Ahead of what few rows read where scales are a stream of their own.
 constexpr std::int64_t kSuperPrefetchBytes = 8192;
 
@@ -73,113 +72,67 @@ class I8Blocks {
 // --- Scales and offsets of a block's groups for a tile's columns
 
 struct I8ScalesF32 {
-  const float* scales;
-  const float* offsets;
-  std::int64_t step;
+  template <int kVectors>
+  struct Of {
+    const float* scales;
+    const float* offsets;
+    std::int64_t step;
 
-  HWY_INLINE I8ScalesF32(const PanelArgs& args, const I8Block& block, int column)
-      : scales(block.scales + column),
-        offsets(args.group_offsets == nullptr
-                    ? nullptr
-                    : args.group_offsets + block.group * kPanelColumns + column),
-        step(block.scale_step) {}
-  HWY_INLINE bool has_offsets() const { return offsets != nullptr; }
-  HWY_INLINE VF Scale(int g, int v) const { return hn::LoadU(df, scales + g * step + v * kLanes); }
-  HWY_INLINE VF Offset(int g, int v, VF) const {
-    return hn::LoadU(df, offsets + g * kPanelColumns + v * kLanes);
-  }
+    HWY_INLINE Of(const PanelArgs& args, const I8Block& block, int column)
+        : scales(block.scales + column),
+          offsets(args.group_offsets == nullptr
+                      ? nullptr
+                      : args.group_offsets + block.group * kPanelColumns + column),
+          step(block.scale_step) {}
+    HWY_INLINE bool has_offsets() const { return offsets != nullptr; }
+    HWY_INLINE VF Scale(int g, int v) const {
+      return hn::LoadU(df, scales + g * step + v * kLanes);
+    }
+    HWY_INLINE VF Offset(int g, int v, VF) const {
+      return hn::LoadU(df, offsets + g * kPanelColumns + v * kLanes);
+    }
+  };
 };
 
 // Compact ones of super-blocks: the same numbers, made where they are used.
 template <int kBits, bool kMinima>
 struct I8ScalesSuper {
   using Columns = SuperScaleColumns<kBits>;
-  Columns scales[kTileVectors], minima[kTileVectors];
-  VF bias;
+  template <int kVectors>
+  struct Of {
+    Columns scales[kVectors], minima[kVectors];
+    VF bias;
 
-  HWY_INLINE I8ScalesSuper(const PanelArgs& args, const I8Block& block, int column)
-      : bias(hn::Set(df, -args.super_bias)) {
-    constexpr std::int64_t kUnits = 2 * kPanelColumns;
-    const std::byte* at = block.super;
-    const int group = MOESAIC_FAULT(cpu_super_gemm_repeats_first_half) ? 0 : block.super_group;
-    const std::byte* planes = at + kUnits * (kMinima ? 2 : 1) + group * kBits / 8 * kPanelColumns;
-    const std::byte* planes_of_minima = planes + args.super.planes() * kPanelColumns;
+    HWY_INLINE Of(const PanelArgs& args, const I8Block& block, int column)
+        : bias(hn::Set(df, -args.super_bias)) {
+      constexpr std::int64_t kUnits = 2 * kPanelColumns;
+      const std::byte* at = block.super;
+      const int group = MOESAIC_FAULT(cpu_super_gemm_repeats_first_half) ? 0 : block.super_group;
+      const std::byte* planes = at + kUnits * (kMinima ? 2 : 1) + group * kBits / 8 * kPanelColumns;
+      const std::byte* planes_of_minima = planes + args.super.planes() * kPanelColumns;
 #pragma GCC unroll 8
-    for (int v = 0; v < kTileVectors; ++v) {
-      const int c = column + v * kLanes;
-      scales[v] = {planes + c, Columns::Unit(at + 2 * c)};
-      if constexpr (kMinima) minima[v] = {planes_of_minima + c, Columns::Unit(at + kUnits + 2 * c)};
+      for (int v = 0; v < kVectors; ++v) {
+        const int c = column + v * kLanes;
+        scales[v] = {planes + c, Columns::Unit(at + 2 * c)};
+        if constexpr (kMinima)
+          minima[v] = {planes_of_minima + c, Columns::Unit(at + kUnits + 2 * c)};
+      }
     }
-  }
-  static HWY_INLINE bool has_offsets() { return kMinima; }
-  HWY_INLINE VF Scale(int g, int v) const { return scales[v].One(g); }
-  HWY_INLINE VF Offset(int g, int v, VF scale) const {
-    return hn::MulAdd(scale, bias, minima[v].One(g));
-  }
+    static HWY_INLINE bool has_offsets() { return kMinima; }
+    HWY_INLINE VF Scale(int g, int v) const { return scales[v].One(g); }
+    HWY_INLINE VF Offset(int g, int v, VF scale) const {
+      return hn::MulAdd(scale, bias, minima[v].One(g));
+    }
+  };
 };
-
-// Quad Q of a unit, kTileVectors vectors of columns, for MR rows. Weights are read again for every
-// quad: in registers they would push accumulators out.
-template <class Unit, int Q, int MR>
-HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR], int at,
-                       VI (&acc)[MR][kTileVectors]) {
-  if constexpr (Unit::kSteps > 4) __asm__("" : "+r"(unit));
-  VI w[kTileVectors];
-#pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(typename Unit::Raw(unit, v));
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; ++r) {
-    std::int32_t quad;
-    std::memcpy(&quad, a[r] + at + 4 * Q, sizeof(quad));
-    const VI x = hn::Set(di32, quad);
-#pragma GCC unroll 8
-    for (int v = 0; v < kTileVectors; ++v) AddQuads(acc[r][v], w[v], x);
-  }
-}
-
-// All quads of a unit.
-template <class Unit, int MR>
-struct UnitStepI8 {
-  const std::byte* unit;
-  const std::uint8_t* const (&a)[MR];
-  int at;
-  VI (&acc)[MR][kTileVectors];
-  template <int Q>
-  HWY_INLINE void Do() const {
-    StepI8<Unit, Q, MR>(unit, a, at, acc);
-  }
-};
-
-// All quads of one vector of a unit's columns for one row whose codes are x: weights are read once.
-template <class Unit, std::size_t... Q>
-HWY_INLINE VI VectorOfRowI8(const typename Unit::Raw& raw, const VI (&x)[sizeof...(Q)], VI acc,
-                            std::index_sequence<Q...>) {
-  (AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]), ...);
-  return acc;
-}
-
-template <class Unit>
-HWY_INLINE void UnitOfRowI8(const std::byte* unit, const std::uint8_t* a, VI (&acc)[kTileVectors]) {
-  constexpr int kQuads = Unit::kSteps / 4;
-  VI x[kQuads];
-#pragma GCC unroll 4
-  for (int q = 0; q < kQuads; ++q) {
-    std::int32_t quad;
-    std::memcpy(&quad, a + 4 * q, sizeof(quad));
-    x[q] = hn::Set(di32, quad);
-  }
-#pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v) {
-    acc[v] = VectorOfRowI8<Unit>(typename Unit::Raw(unit, v), x, acc[v],
-                                 std::make_index_sequence<kQuads>{});
-  }
-}
 
 // What the groups of a block are multiplied by for MR rows, and where their sums go: as
 // FoldColumns does, but looked up once per block.
 template <class Scales, int MR>
 class I8Fold {
  public:
+  static constexpr int kVectors = kVectorsOfRows<MR>;
+
   HWY_INLINE I8Fold(const PanelArgs& args, const I8Block& block, int column)
       : scales_(args, block, column),
         row_scale_(block.row_scale),
@@ -194,26 +147,25 @@ class I8Fold {
   // Few rows keep their results in registers from group to group.
   static constexpr bool kKeeps = MR <= 2;
 
-  HWY_INLINE void Load(VF (&total)[MR][kTileVectors]) const {
+  HWY_INLINE void Load(VF (&total)[MR][kVectors]) const {
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kTileVectors; ++v) total[r][v] = hn::Load(df, At(r, v));
+      for (int v = 0; v < kVectors; ++v) total[r][v] = hn::Load(df, At(r, v));
     }
   }
-  HWY_INLINE void Store(const VF (&total)[MR][kTileVectors]) const {
+  HWY_INLINE void Store(const VF (&total)[MR][kVectors]) const {
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kTileVectors; ++v) hn::Store(total[r][v], df, At(r, v));
+      for (int v = 0; v < kVectors; ++v) hn::Store(total[r][v], df, At(r, v));
     }
   }
   // Adds group g's sums to total, or to the results in memory.
-  HWY_INLINE void Add(int g, const VF (&sums)[MR][kTileVectors],
-                      VF (&total)[MR][kTileVectors]) const {
+  HWY_INLINE void Add(int g, const VF (&sums)[MR][kVectors], VF (&total)[MR][kVectors]) const {
     const std::int64_t row_scale = row_scale_[g];
 #pragma GCC unroll 8
-    for (int v = 0; v < kTileVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const VF scale = scales_.Scale(g, v);
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
@@ -239,7 +191,7 @@ class I8Fold {
 
   static constexpr float kOne = 1;
 
-  Scales scales_;
+  typename Scales::template Of<kVectors> scales_;
   const std::int64_t* row_scale_;
   float* result_;
   const float* row_scales_[MR];
@@ -250,52 +202,36 @@ class I8Fold {
 template <class Unit, class Scales, int MR, int kLines>
 HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
   using Fold = I8Fold<Scales, MR>;
-  constexpr int kStart = sizeof(std::int32_t);
+  constexpr int kVectors = Fold::kVectors;
+  constexpr int kStart = kI8StartBytes;
   const int fold_steps = args.fold, groups = block.groups;
   const std::int64_t group_bytes = kStart + fold_steps;
-  for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
+  const std::uint8_t* first[MR];
+  for (int r = 0; r < MR; ++r) {
+    first[r] = static_cast<const std::uint8_t*>(args.rows[block.row + r]) +
+               block.group * group_bytes + kStart;
+  }
+  const I8TileRowsOf<Unit, MR> rows(first, groups, fold_steps);
+  for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     const Fold fold(args, block, column);
     const std::uint8_t* a[MR];
-    for (int r = 0; r < MR; ++r) {
-      a[r] = static_cast<const std::uint8_t*>(args.rows[block.row + r]) +
-             block.group * group_bytes + kStart;
-    }
+    for (int r = 0; r < MR; ++r) a[r] = first[r];
     const std::byte* unit = block.units + 4 * column;
     const std::byte* fetch = block.fetch;
-    VF total[MR][kTileVectors];
+    VF total[MR][kVectors];
     if constexpr (Fold::kKeeps) fold.Load(total);
     for (int g = 0; g < groups; ++g) {
-      VI acc[MR][kTileVectors];
-#pragma GCC unroll 8
-      for (int r = 0; r < MR; ++r) {
-        std::int32_t start;
-        std::memcpy(&start, a[r] - kStart, sizeof(start));
-#pragma GCC unroll 8
-        for (int v = 0; v < kTileVectors; ++v)
-          acc[r][v] = hn::Set(di32, start >> Unit::kStartShift);
-      }
-      for (int k = 0; k < fold_steps; k += Unit::kSteps, unit += Unit::kBytes) {
-        if (kLines > 0 && column == 0) {
-#pragma GCC unroll 12
-          for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
-          fetch += 64 * kLines;
-        }
-        if constexpr (MR == 1) {
-          UnitOfRowI8<Unit>(unit, a[0] + k, acc[0]);
-        } else {
-          ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, acc});
-        }
-      }
-      VF sums[MR][kTileVectors];
+      VI acc[MR][kVectors];
+      SumGroup<Unit, MR, kLines>(unit, rows, g, a, fold_steps, column == 0, fetch, acc);
+      VF sums[MR][kVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kTileVectors; ++v) sums[r][v] = hn::ConvertTo(df, acc[r][v]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = hn::ConvertTo(df, acc[r][v]);
         if constexpr (Unit::kDoubled) {
           const float half = MOESAIC_FAULT(cpu_e2m1_sums_stay_doubled) ? 1.0F : 0.5F;
 #pragma GCC unroll 8
-          for (int v = 0; v < kTileVectors; ++v)
-            sums[r][v] = hn::Mul(sums[r][v], hn::Set(df, half));
+          for (int v = 0; v < kVectors; ++v) sums[r][v] = hn::Mul(sums[r][v], hn::Set(df, half));
         }
         a[r] += group_bytes;
       }

@@ -17,9 +17,15 @@ namespace {
 using VI = hn::Vec<decltype(di32)>;
 
 // acc += products of four unsigned bytes of w and four signed ones of x, per lane. (Highway 1.0 has
-// no such operation, and with the intrinsic g++ 12 spills half of the accumulators.)
+// no such operation, and with the intrinsic g++ 12 spills half of the accumulators.) Of byte pairs:
+// sums of two products in 16 bits each (group_sums_pairs_i8-inl.h).
 HWY_INLINE void AddQuads(VI& acc, VI w, VI x) {
-#if HWY_TARGET == HWY_AVX2
+#ifdef MOESAIC_TIER_BYTE_PAIRS
+  VI pairs;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+          : "+x"(acc.raw), "=&x"(pairs.raw)
+          : "x"(w.raw), "x"(x.raw));
+#elif HWY_TARGET == HWY_AVX2
   __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.raw) : "x"(w.raw), "x"(x.raw));
 #elif HWY_ARCH_ARM_A64
   __asm__("usdot %0.4s, %1.16b, %2.16b" : "+w"(acc.raw) : "w"(w.raw), "w"(x.raw));
@@ -46,7 +52,7 @@ struct RawQuads {
 };
 
 struct UnitQuads8 {
-  static constexpr int kSteps = 4;
+  static constexpr int kSteps = 4, kMost = 255;  // kMost: a byte
   static constexpr std::int64_t kBytes = kUnitBytes;
   using Raw = RawQuads<1>;
   static constexpr int kStartShift = 0;    // from the row's start to that of this format's bias
@@ -60,12 +66,13 @@ struct UnitQuads8 {
 
 // Quads of 4-bit codes that have a byte each by now.
 struct UnitQuads4InBytes : UnitQuads8 {
+  static constexpr int kMost = 15;
   static constexpr int kStartShift = 4;
 };
 static_assert(kDotBias4 << UnitQuads4InBytes::kStartShift == kDotBias);
 
 struct UnitQuads4 {
-  static constexpr int kSteps = 8;
+  static constexpr int kSteps = 8, kMost = UnitQuads4InBytes::kMost;
   static constexpr std::int64_t kBytes = kUnitBytes;
   using Raw = RawQuads<1>;
   static constexpr int kStartShift = UnitQuads4InBytes::kStartShift;
@@ -80,6 +87,7 @@ struct UnitQuads4 {
 
 // Twice the values of e2m1, and 16.
 struct UnitQuadsE2M1InBytes : UnitQuads8 {
+  static constexpr int kMost = 28;
   static constexpr int kStartShift = 3;
   static constexpr bool kDoubled = true;
 };
@@ -87,6 +95,7 @@ static_assert(kE2M1Bias << UnitQuadsE2M1InBytes::kStartShift == kDotBias);
 
 // Codes that lie as those of UnitQuads4.
 struct UnitQuadsE2M1 : UnitQuads4 {
+  static constexpr int kMost = UnitQuadsE2M1InBytes::kMost;
   static constexpr int kStartShift = UnitQuadsE2M1InBytes::kStartShift;
   static constexpr bool kDoubled = true;
   using Decoded = UnitQuadsE2M1InBytes;
@@ -101,13 +110,14 @@ struct UnitQuadsE2M1 : UnitQuads4 {
 };
 
 struct UnitQuads6InBytes : UnitQuads8 {
+  static constexpr int kMost = 63;
   static constexpr int kStartShift = 2;
 };
 static_assert(kDotBias6 << UnitQuads6InBytes::kStartShift == kDotBias);
 
 // Three quads in three planes, and two bits of the fourth above each of them.
 struct UnitQuads6 {
-  static constexpr int kSteps = 16;
+  static constexpr int kSteps = 16, kMost = UnitQuads6InBytes::kMost;
   static constexpr std::int64_t kBytes = 3 * kUnitBytes;
   using Raw = RawQuads<3>;
   static constexpr int kStartShift = UnitQuads6InBytes::kStartShift;

@@ -37,7 +37,8 @@
 #define MOESAIC_BEFORE_NAMESPACE() HWY_BEFORE_NAMESPACE()
 #endif
 // The 8-bit dot product alone: of machines that may have it without the rest (AVX-VNNI beside AVX2,
-// AVX512_VNNI beside AVX-512, I8MM beside NEON). tiers.cc looks whether this one does.
+// AVX512_VNNI beside AVX-512, I8MM beside NEON). tiers.cc looks whether this one does. With
+// MOESAIC_TIER_BYTE_PAIRS (tier_avx2_pairs.cc) two instructions of AVX2 in its place.
 #undef MOESAIC_TIER_DOT8
 #undef MOESAIC_BEFORE_DOT8
 #undef MOESAIC_AFTER_DOT8
@@ -47,6 +48,9 @@
 #elif HWY_TARGET == HWY_AVX3
 #define MOESAIC_TIER_DOT8 1
 #define MOESAIC_BEFORE_DOT8() HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512vnni")
+#elif HWY_TARGET == HWY_AVX2 && defined(MOESAIC_TIER_BYTE_PAIRS)
+#define MOESAIC_TIER_DOT8 1
+#define MOESAIC_BEFORE_DOT8() MOESAIC_BEFORE_NAMESPACE()
 #elif HWY_TARGET == HWY_AVX2
 #define MOESAIC_TIER_DOT8 1
 #define MOESAIC_BEFORE_DOT8() HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avxvnni")

@@ -25,6 +25,8 @@
 #endif
 
 #if MOESAIC_TIER_IS_THIS
+#include "cpu/tier_integers-inl.h"
+#ifndef MOESAIC_TIER_BYTE_PAIRS
 #include "cpu/ceilings-inl.h"
 #include "cpu/gate-inl.h"
 #include "cpu/panel_gemm-inl.h"
@@ -33,10 +35,10 @@
 #include "cpu/panel_gemm_e4m3_bf16-inl.h"
 #include "cpu/panel_gemm_grouped-inl.h"
 #include "cpu/panel_gemm_grouped_bf16-inl.h"
-#include "cpu/panel_gemm_i8-inl.h"
 #include "cpu/quantize-inl.h"
 #include "cpu/rows-inl.h"
 #include "cpu/super_scales-inl.h"
+#endif
 
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
@@ -46,6 +48,10 @@ namespace {
 constexpr CpuKernels MakeTable() {
   CpuKernels t{};
   t.name = HWY_STR(MOESAIC_TIER);
+#if MOESAIC_TIER_DOT8
+  SetIntegers(t);
+#endif
+#ifndef MOESAIC_TIER_BYTE_PAIRS
   t.narrow_operand = OperandKind::kF32;
   t.chunk_rows = 8192;
   t.rows_per_call = 96;
@@ -79,16 +85,6 @@ constexpr CpuKernels MakeTable() {
   t.multiply_add_loop = MultiplyAddLoop;
   t.read_loop = ReadLoop;
 
-#if MOESAIC_TIER_DOT8
-  t.grouped_gemm_i8[kI8Quads] = GroupedGemmI8<UnitQuads8>;
-  t.grouped_gemm_i8[kI6Quads] = GroupedGemmI8<UnitQuads6>;
-  t.grouped_gemm_i8[kI4Quads] = GroupedGemmI8<UnitQuads4>;
-  t.grouped_gemm_i8[kE2M1Quads] = GroupedGemmI8<UnitQuadsE2M1>;
-  t.super_gemm_i8[kI6Quads] = SuperGemmI8<UnitQuads6, I8ScalesSuper<8, false>>;
-  t.super_gemm_i8[kI4Quads] = SuperGemmI8<UnitQuads4, I8ScalesSuper<6, true>>;
-  t.store_i8 = StoreI8;
-  t.multiply_add_loop_i8 = MultiplyAddLoopI8;
-#endif
 #if MOESAIC_TIER_BF16
   t.narrow_operand = OperandKind::kBF16;
   t.panel_gemm_bf16[kBF16] = PanelGemmPairBF16;
@@ -101,6 +97,7 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_e2m1 = GroupedGemmE2M1;
   t.store_e2m1 = StoreE2M1;
 #endif
+#endif  // MOESAIC_TIER_BYTE_PAIRS
   return t;
 }
 constexpr CpuKernels kTable = MakeTable();

@@ -67,13 +67,16 @@ bool machine_has_i8mm() {
 #endif
 }
 
-// A tier's table, or `own`: that without the integer kernels, which a machine may lack on its own.
-const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels, CpuKernels& own) {
+// A tier's table, or `own`: that with the integer kernels of `others`, because the machine lacks the
+// tier's instruction for them.
+const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels,
+                                   const CpuKernels& others, CpuKernels& own) {
   if (kernels == nullptr || machine_ok) return kernels;
   own = *kernels;
-  own.grouped_gemm_i8 = own.super_gemm_i8 = {};
-  own.store_i8 = nullptr;
-  own.multiply_add_loop_i8 = nullptr;
+  own.grouped_gemm_i8 = others.grouped_gemm_i8;
+  own.super_gemm_i8 = others.super_gemm_i8;
+  own.store_i8 = others.store_i8;
+  own.multiply_add_loop_i8 = others.multiply_add_loop_i8;
   return &own;
 }
 
@@ -96,19 +99,30 @@ std::string names(bool only_available) {
 
 }  // namespace
 
+const CpuKernels* avx2_with_byte_pairs() {
+  if (kernels_avx2_pairs() == nullptr) return nullptr;
+  static CpuKernels own{};
+  static const CpuKernels* const table =
+      with_integers_if(false, kernels_avx2(), *kernels_avx2_pairs(), own);
+  return machine_has(HWY_AVX2) ? table : nullptr;
+}
+
 const std::vector<TierInfo>& cpu_tiers() {
   static CpuKernels own_avx512{}, own_avx2{}, own_neon{};
+  static constexpr CpuKernels kNone{};
+  const CpuKernels& pairs = kernels_avx2_pairs() != nullptr ? *kernels_avx2_pairs() : kNone;
   const bool bf16 = machine_has(HWY_AVX3) && machine_has_bf16();
   static constexpr std::string_view kNoBf16 =
       "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI";
   static const std::vector<TierInfo> tiers = {
       tier("amx", kernels_amx(), bf16 && amx_refusal().empty(), bf16 ? amx_refusal() : kNoBf16),
       tier("avx512_bf16", kernels_avx512_bf16(), bf16, kNoBf16),
-      tier("avx512", with_integers_if(machine_has_avx512_vnni(), kernels_avx512(), own_avx512),
+      tier("avx512",
+           with_integers_if(machine_has_avx512_vnni(), kernels_avx512(), pairs, own_avx512),
            machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
-      tier("avx2", with_integers_if(machine_has_avx_vnni(), kernels_avx2(), own_avx2),
+      tier("avx2", with_integers_if(machine_has_avx_vnni(), kernels_avx2(), pairs, own_avx2),
            machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
-      tier("neon", with_integers_if(machine_has_i8mm(), kernels_neon(), own_neon),
+      tier("neon", with_integers_if(machine_has_i8mm(), kernels_neon(), kNone, own_neon),
            machine_has(HWY_NEON), "this CPU lacks AES, which Highway's NEON target includes"),
       tier("baseline", kernels_baseline(), true, {}),
   };

@@ -13,6 +13,7 @@ namespace moesaic::cpu {
 // Tables of the tier files; null where the build's architecture lacks the tier.
 const CpuKernels* kernels_baseline();     // x86-64-v2, ARMv8-A, or the build's own target
 const CpuKernels* kernels_avx2();         // AVX2 + FMA + F16C
+const CpuKernels* kernels_avx2_pairs();   // integer kernels alone: AVX2 without AVX-VNNI
 const CpuKernels* kernels_avx512();       // AVX-512 F, VL, DQ, BW
 const CpuKernels* kernels_avx512_bf16();  // + BF16 dot product, VBMI
 const CpuKernels* kernels_amx();          // + tile registers, AMX_BF16, AMX_INT8
@@ -26,6 +27,9 @@ struct TierInfo {
 };
 // All tiers, fastest first, "baseline" last. Pure after the first call.
 const std::vector<TierInfo>& cpu_tiers();
+
+// Tier "avx2" as a machine without AVX-VNNI has it, on any machine with AVX2 (for tests), else null.
+const CpuKernels* avx2_with_byte_pairs();
 
 // The fastest available tier, or the one named by the environment variable MOESAIC_CPU_TIER: what
 // gate, experts and transport run on. An unknown or unavailable name is kNotFound / kUnsupported and

@@ -1,4 +1,4 @@
-// The tiers that this machine can run.
+// The tiers that this machine can run, and what tier avx2 is on machines without AVX-VNNI.
 #pragma once
 
 #include <vector>
@@ -11,6 +11,7 @@ inline std::vector<const CpuKernels*> tiers() {
   std::vector<const CpuKernels*> list;
   for (const TierInfo& t : cpu_tiers()) {
     if (t.available) list.push_back(t.kernels);
+    if (t.available && t.kernels == kernels_avx2()) list.push_back(avx2_with_byte_pairs());
   }
   return list;
 }

@@ -69,8 +69,15 @@ TEST(Ceilings, EveryChainIsComputedFromItsOwnStart) {
   }
 }
 
+std::int32_t halves(std::int32_t low, std::int32_t high) {
+  return static_cast<std::int32_t>((static_cast<std::uint32_t>(high) << 16) |
+                                   (static_cast<std::uint32_t>(low) & 0xFFFFU));
+}
+
 TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
   constexpr int kIterations = 101;
+  const auto pairs_store =
+      kernels_avx2_pairs() == nullptr ? nullptr : kernels_avx2_pairs()->store_i8;
   for (const CpuKernels* kernels : tiers()) {
     if (kernels->store_i8 == nullptr || on_tiles(*kernels)) continue;  // no 8-bit dot product
     std::vector<std::int32_t> words(kMultiplyAddFloats);
@@ -82,6 +89,7 @@ TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
       constants[32] = static_cast<std::int32_t>(0xFF008002U);  // -1, 0, -128, 2
     }
     std::vector<std::int32_t> after = words;
+    const bool in_pairs = kernels->store_i8 == pairs_store;
     const double ops = kernels->multiply_add_loop_i8(kIterations, after.data());
     const int sums = static_cast<int>(ops / (kIterations * 8));
     int lanes = 4;
@@ -90,9 +98,11 @@ TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
     for (int chain = 0; chain < multiply_add_chains(lanes); ++chain) {
       for (int lane = 0; lane < lanes; ++lane) {
         const auto at = static_cast<std::size_t>(16 * chain + lane);
-        const int product = chain % 2 == 0 ? -255 + 2 : -128;
-        ASSERT_EQ(after[at], words[at] + kIterations * product)
-            << kernels->name << " chain " << chain << " lane " << lane;
+        const int low = chain % 2 == 0 ? 2 : -128, high = chain % 2 == 0 ? -255 : 0;
+        const int want =
+            in_pairs ? halves(words[at] + kIterations * low, (words[at] >> 16) + kIterations * high)
+                     : words[at] + kIterations * (low + high);
+        ASSERT_EQ(after[at], want) << kernels->name << " chain " << chain << " lane " << lane;
       }
     }
   }
@@ -251,7 +261,8 @@ std::vector<Tier> all_tiers() {
 
 // One destination per chain, each in a register of full width, in one loop.
 void expect_chains(const Tier& tier, const char* instruction) {
-  const bool integers = std::string_view(instruction) == "vpdpbusd";
+  const bool integers =
+      std::string_view(instruction) == "vpdpbusd" || std::string_view(instruction) == "vpaddw";
   const auto code =
       disassemble(integers ? reinterpret_cast<const void*>(tier.kernels->multiply_add_loop_i8)
                            : reinterpret_cast<const void*>(tier.kernels->multiply_add_loop));
@@ -274,6 +285,7 @@ TEST(CeilingsMachineCode, ChainsAreNotMerged) {
     if (tier.add != nullptr) expect_chains(tier, tier.add);
     if (tier.kernels->multiply_add_loop_i8 != nullptr) expect_chains(tier, "vpdpbusd");
   }
+  expect_chains({kernels_avx2_pairs(), nullptr, nullptr, "%ymm", 32}, "vpaddw");
   expect_chains(all_tiers().back(), "vdpbf16ps");
 }
 

@@ -68,7 +68,13 @@ std::vector<float> factors(test::Rng& rng, std::int64_t count) {
   return v;
 }
 
-void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
+// Drawn, or all the same.
+struct Codes {
+  bool constant = false;
+  int row = 0, code = 0, code4 = 0;
+};
+
+void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth, const Codes& drawn) {
   test::Rng rng(static_cast<std::uint64_t>(depth * c.fold));
   const bool four = c.bits == 4;
   const WeightKind kind = four ? WeightKind::kCode4 : WeightKind::kI8;
@@ -86,7 +92,8 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
                                                        : kDotBias);
   std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns / (four ? 2 : 1)));
   for (std::byte& b : matrix) {
-    const int code = any_code(rng);
+    const int any = any_code(rng);
+    const int code = !drawn.constant ? any : four ? drawn.code4 * 0x11 : drawn.code;
     b = static_cast<std::byte>(six ? code >> 2 : code);
   }
   const WeightBuffer plain_panel = packed(plain, matrix), integer_panel = packed(integer, matrix);
@@ -103,7 +110,9 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   std::vector<const float*> scale_rows, sum_rows;
   for (std::size_t r = 0; r < kMaxRows; ++r) {
     float* row = &values[r * static_cast<std::size_t>(padded)];
-    for (std::int64_t i = 0; i < depth; ++i) row[i] = static_cast<float>(any_code(rng));
+    for (std::int64_t i = 0; i < depth; ++i) {
+      row[i] = static_cast<float>(drawn.constant ? drawn.row : any_code(rng));
+    }
     k.store_i8(row, padded, c.fold, &stored[r * row_bytes]);
     plain_rows.push_back(row);
     integer_rows.push_back(&stored[r * row_bytes]);
@@ -152,10 +161,17 @@ TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
       // Tiles add up more than a group where no scale comes between: tile_gemm_test.cc.
       if (std::string_view(k->name) == "amx" && !c.column_scales && !c.row_scales) continue;
       // A group or less, a part of one, and beyond 2^24 in all.
-      for (const std::int64_t depth : {12, 128, 400, 2304}) compare(*k, c, depth);
+      for (const std::int64_t depth : {12, 128, 400, 2304}) compare(*k, c, depth, {});
+      // Nothing passes the 16 bits of byte pairs.
+      for (const int row : {-128, 127}) {
+        for (const bool most : {false, true}) {
+          compare(*k, c, 400,
+                  {.constant = true, .row = row, .code = most ? 127 : -128, .code4 = most ? 7 : 9});
+        }
+      }
     }
   }
-  if (tested == 0) GTEST_SKIP() << "no tier here has the integer kernel (AVX-VNNI, AVX512_VNNI)";
+  if (tested == 0) GTEST_SKIP() << "no tier here has the integer kernel (AVX2, AVX512_VNNI)";
 }
 
 }  // namespace

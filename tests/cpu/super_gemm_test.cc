@@ -128,7 +128,7 @@ TEST(SuperGemm, HasTheBitsOfExpandedScales) {
       for (const std::int64_t depth : {128, 32, 512, 2144, 2272}) compare_super(*k, c, depth);
     }
   }
-  if (tested == 0) GTEST_SKIP() << "no tier here has the integer kernel (AVX-VNNI, AVX512_VNNI)";
+  if (tested == 0) GTEST_SKIP() << "no tier here has the integer kernel (AVX2, AVX512_VNNI)";
 }
 
 TEST(SuperGemm, TakesWhatItHasKernelsFor) {

@@ -161,19 +161,18 @@ struct SuperScales {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       int unit = u;
-      MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, unit = 0;)
+      MOESAIC_CUDA_FAULT(cuda_super_scales_are_the_first, unit = 0;)
       const std::uint32_t bytes =
           load_strip(slab, codes_bytes, block * (kUnits / 2) + unit / 2, quad);
       std::uint32_t code = fma_bf16x2(byte_pair(bytes, unit & 1), kIntegerFactor, kCodeOfZero);
-      MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above,
-                         code = both_halves<false>(code);)
+      MOESAIC_CUDA_FAULT(cuda_super_scales_of_the_row_above, code = both_halves<false>(code);)
       upper[u] = fma_bf16x2(factor.upper, code, multiply_bf16x2(factor.lower, code));
       lower[u] =
           fma_bf16x2(factor.lower, code, fma_bf16x2(factor.upper, code, upper[u] ^ 0x80008000U));
-      MOESAIC_CUDA_FAULT(cuda_codes_lose_the_low_bits, lower[u] = 0;)
+      MOESAIC_CUDA_FAULT(cuda_super_scales_lose_the_low_bits, lower[u] = 0;)
       if constexpr (kMinima) {
         offset[u] = load_strip(slab, image.offset_at, block * kUnits + unit, quad);
-        MOESAIC_CUDA_FAULT(cuda_codes_lose_the_minimum, offset[u] = 0;)
+        MOESAIC_CUDA_FAULT(cuda_super_scales_lose_the_minimum, offset[u] = 0;)
       }
     }
   }
