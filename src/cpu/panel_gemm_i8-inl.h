@@ -1,5 +1,5 @@
 // The grouped panel GEMM for rows of int8 codes, on the 8-bit integer dot product (AVX-VNNI,
-// AVX512_VNNI, I8MM): four steps of k per lane and instruction. A group's sum is an exact integer below
+// AVX512_VNNI, I8MM; else byte pairs): four steps of k per lane. A group's sum is an exact integer below
 // 2^24, as it is an exact number in the fp32 and bf16 kernels, and the fold is theirs: the bits are
 // those of panel_gemm_grouped-inl.h.
 //
