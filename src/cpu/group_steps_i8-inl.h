@@ -27,6 +27,12 @@ HWY_INLINE std::int32_t StartOfGroup(const std::uint8_t* codes) {
   return start;
 }
 
+// Nothing is made of a tile's rows before the first column.
+template <int MR>
+struct RowsAsTheyLie {
+  HWY_INLINE RowsAsTheyLie(const std::uint8_t* const (&)[MR], int /*groups*/, int /*steps*/) {}
+};
+
 // Where the sums of a group of MR rows start.
 template <class Unit, int MR>
 HWY_INLINE void StartGroup(const std::uint8_t* const (&a)[MR], VI (&acc)[MR][kVectorsOfRows<MR>]) {

@@ -16,11 +16,7 @@ MOESAIC_BEFORE_DOT8();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 
-// What is made of a tile's rows once for all columns: nothing.
-template <int MR>
-struct RowsAsTheyLie {
-  HWY_INLINE RowsAsTheyLie(const std::uint8_t* const (&)[MR], int /*groups*/, int /*steps*/) {}
-};
+// What is made of a tile's rows once for all columns.
 template <class Unit, int MR>
 using I8TileRowsOf = RowsAsTheyLie<MR>;
 

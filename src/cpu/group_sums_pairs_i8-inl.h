@@ -124,10 +124,6 @@ struct WideRows {
     }
   }
 };
-template <int MR>
-struct RowsAsTheyLie {
-  HWY_INLINE RowsAsTheyLie(const std::uint8_t* const (&)[MR], int, int) {}
-};
 template <class Unit, int MR>
 using I8TileRowsOf = std::conditional_t<kInWords<Unit>, WideRows<MR>, RowsAsTheyLie<MR>>;
 
