@@ -169,7 +169,6 @@ struct SuperScales {
       upper[u] = fma_bf16x2(factor.upper, code, multiply_bf16x2(factor.lower, code));
       lower[u] =
           fma_bf16x2(factor.lower, code, fma_bf16x2(factor.upper, code, upper[u] ^ 0x80008000U));
-      MOESAIC_CUDA_FAULT(cuda_super_scales_lose_the_low_bits, lower[u] = 0;)
       if constexpr (kMinima) {
         offset[u] = load_strip(slab, image.offset_at, block * kUnits + unit, quad);
         MOESAIC_CUDA_FAULT(cuda_super_scales_lose_the_minimum, offset[u] = 0;)
