@@ -13,7 +13,7 @@
 #define MOESAIC_CPU_PANEL_GEMM_GROUPED_INL_H_
 #endif
 
-#include "cpu/panel_gemm-inl.h"
+#include "cpu/panel_units-inl.h"
 
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
@@ -119,133 +119,6 @@ HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], cons
   }
 }
 
-// --- Formats: one unit of kBytes to bf16 pairs of steps, [kSteps / 2][64]
-
-// 4-bit codes of any meaning: bytes of a table of 16 bf16 values. Bytes of even steps are taken to the
-// front of a block of 16, those of odd steps behind them; then the lower and the upper bytes of
-// values, next to one another, are those of one pair of steps.
-struct UnitCode4 {
-  static constexpr int kSteps = 8;
-  static constexpr std::int64_t kBytes = kUnitBytes;
-  static HWY_INLINE void Decode(const PanelArgs& args, std::int64_t, const std::byte* w,
-                                std::uint32_t* out) {
-    const hn::Repartition<std::uint16_t, DF> du16;
-    const hn::Repartition<std::uint8_t, DF> du8;
-    alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 2, 4, 6, 8, 10, 12, 14,
-                                                            1, 3, 5, 7, 9, 11, 13, 15};
-    const auto order = hn::LoadDup128(du8, kOrder);
-    const auto low = hn::LoadDup128(du8, args.codes->low);
-    const auto high = hn::LoadDup128(du8, args.codes->high);
-    const auto nibble = hn::Set(du8, 15);
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto raw = hn::TableLookupBytes(
-          hn::Load(du8, reinterpret_cast<const std::uint8_t*>(w + 4 * c)), order);
-      const auto upper = hn::BitCast(du8, hn::ShiftRight<4>(hn::BitCast(du16, raw)));
-      const decltype(raw) code[2] = {hn::And(raw, nibble), hn::And(upper, nibble)};
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-        const auto l = hn::TableLookupBytes(low, code[i]), h = hn::TableLookupBytes(high, code[i]);
-        const auto first = hn::BitCast(du32, hn::InterleaveLower(du8, l, h));
-        const auto second = hn::BitCast(du32, hn::InterleaveUpper(du8, l, h));
-        hn::Store(first, du32, out + i * kPanelColumns + c);
-        hn::Store(second, du32, out + (i + 2) * kPanelColumns + c);
-      }
-    }
-  }
-};
-
-struct UnitE4M3 {
-  static constexpr int kSteps = 4;
-  static constexpr std::int64_t kBytes = kUnitBytes;
-  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
-                                std::uint32_t* out) {
-    for (int c = 0; c < kPanelColumns; c += kLanes)
-      DecodeColumnsE4M3(w + 4 * c, out + c, out + kPanelColumns + c);
-  }
-};
-
-// (k even, k odd) of each column, integers of kBits bits at the top of 16-bit lanes, whatever is below
-// -> bf16 pair. fp32 of such an integer has zeros below its upper half.
-template <int kBits>
-HWY_INLINE void StoreIntegerPair(hn::Vec<decltype(du32)> lanes, std::uint32_t* out) {
-  constexpr int kShift = 32 - kBits;
-  const auto even =
-      hn::ConvertTo(df, hn::ShiftRight<kShift>(hn::ShiftLeft<16>(hn::BitCast(di32, lanes))));
-  const auto odd = hn::ConvertTo(df, hn::ShiftRight<kShift>(hn::BitCast(di32, lanes)));
-  hn::Store(hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd)), du32, out);
-}
-
-struct UnitI8 {
-  static constexpr int kSteps = 4;
-  static constexpr std::int64_t kBytes = kUnitBytes;
-  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
-                                std::uint32_t* out) {
-    const hn::Repartition<std::uint8_t, DF> du8;
-    const auto zero = hn::Zero(du8);
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto raw = hn::Load(du8, reinterpret_cast<const std::uint8_t*>(w + 4 * c));
-      StoreIntegerPair<8>(hn::BitCast(du32, hn::InterleaveLower(du8, zero, raw)), out + c);
-      StoreIntegerPair<8>(hn::BitCast(du32, hn::InterleaveUpper(du8, zero, raw)),
-                          out + kPanelColumns + c);
-    }
-  }
-};
-
-// Three planes, sixteen steps: packed_weights.cc.
-struct UnitI6 {
-  static constexpr int kSteps = 16;
-  static constexpr std::int64_t kBytes = 3 * kUnitBytes;
-  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
-                                std::uint32_t* out) {
-    const hn::Repartition<std::uint16_t, DF> du16;
-    const auto store = [&](int pair, hn::Vec<decltype(du16)> code,
-                           std::uint32_t* to) MOESAIC_TIER_ATTR {
-      StoreIntegerPair<6>(hn::BitCast(du32, code), to + pair * kPanelColumns);
-    };
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      hn::Vec<decltype(du16)> word[3];
-      for (int i = 0; i < 3; ++i)
-        word[i] =
-            hn::Load(du16, reinterpret_cast<const std::uint16_t*>(w + i * kUnitBytes + 4 * c));
-      for (int i = 0; i < 3; ++i) {
-        store(2 * i, hn::ShiftLeft<10>(word[i]), out + c);
-        store(2 * i + 1, hn::ShiftLeft<4>(word[i]), out + c);
-      }
-      // The low four bits of each of the last two pairs, and the high two.
-      const auto low = hn::Set(du16, 0x3C00U), high = hn::Set(du16, 0xC000U);
-      store(6,
-            hn::Or(hn::And(hn::ShiftRight<2>(word[0]), low),
-                   hn::And(hn::ShiftLeft<2>(word[1]), high)),
-            out + c);
-      store(7, hn::Or(hn::And(hn::ShiftRight<2>(word[2]), low), hn::And(word[1], high)), out + c);
-    }
-  }
-};
-
-// int4 times an e4m3 scale of the column and group, rounded to e4m3: looked up element by element,
-// for machines without the byte permutes of the bf16 tier, and there for scales of unusual size.
-struct UnitInt4Fp8 {
-  static constexpr int kSteps = 8;
-  static constexpr std::int64_t kBytes = kUnitBytes;
-  static void Decode(const PanelArgs& args, std::int64_t group, const std::byte* w,
-                     std::uint32_t* out) {
-    for (int c = 0; c < kPanelColumns; ++c) DecodeColumn(args, group, w, c, out + c);
-  }
-  // The four pairs of column c of the unit at w, kPanelColumns apart. Layout: packed_weights.cc.
-  static void DecodeColumn(const PanelArgs& args, std::int64_t group, const std::byte* w, int c,
-                           std::uint32_t* out) {
-    const auto* scales = reinterpret_cast<const std::uint8_t*>(args.group_scales);
-    const std::uint16_t* products = args.products->of[scales[group * kPanelColumns + c]];
-    for (int pair = 0; pair < 4; ++pair) {
-      const std::byte* at = w + c / 4 * 16 + pair % 2 * 8 + c % 4 * 2;
-      const int shift = pair / 2 * 4;
-      const std::uint32_t even = products[std::to_integer<unsigned>(at[0]) >> shift & 15U];
-      const std::uint32_t odd = products[std::to_integer<unsigned>(at[1]) >> shift & 15U];
-      out[pair * kPanelColumns] = even | odd << 16;
-    }
-  }
-};
-
 // --- fp32 left operands
 
 // One decoded group for MR rows; args.panel_scales are the group's 64 factors.
@@ -272,10 +145,59 @@ struct GroupTiles {
   };
 };
 
+// One group for one or two rows, decoded where it is multiplied: nothing goes through memory.
+template <class Unit, int S, int MR, int NV>
+HWY_INLINE void StepOfRaw(const typename Unit::Raw& raw, const float* const (&a)[MR],
+                          std::int64_t k, int v, VF (&acc)[MR][NV]) {
+  const VF w = Unit::template Step<S>(raw);
+#pragma GCC unroll 2
+  for (int r = 0; r < MR; ++r) acc[r][v] = hn::MulAdd(w, hn::Set(df, a[r][k + S]), acc[r][v]);
+  if constexpr (S + 1 < Unit::kSteps) StepOfRaw<Unit, S + 1, MR, NV>(raw, a, k, v, acc);
+}
+template <class Unit, int MR>
+HWY_NOINLINE void DirectTile(const PanelArgs& args, const std::byte* w, const float* scales,
+                             std::int64_t group) {
+  constexpr int kVectors = kVectorsOfRows<MR>;
+  const float* a[MR];
+  for (int r = 0; r < MR; ++r) a[r] = static_cast<const float*>(args.rows[r]) + group * args.fold;
+  for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    VF acc[MR][kVectors];
+    ClearTile<MR>(acc);
+    const std::byte* p = w + column * 4;
+    for (std::int64_t k = 0; k < args.fold; k += Unit::kSteps, p += Unit::kBytes) {
+      for (std::int64_t plane = 0; column == 0 && plane < Unit::kBytes; plane += kUnitBytes)
+        PrefetchUnit(p + plane + kPrefetchBytes);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        StepOfRaw<Unit, 0, MR, kVectors>(typename Unit::Raw(args, p + v * 4 * kLanes), a, k, v,
+                                         acc);
+      }
+    }
+    FoldColumns<MR, kVectors>(args, acc, scales, group, 0, column);
+  }
+}
+template <class Unit>
+void GroupedGemmOfFewRows(const PanelArgs& args) {
+  HWY_ALIGN float buffer[kPanelColumns];
+  const std::byte* w = args.panel;
+  for (std::int64_t group = 0; group < args.padded_k / args.fold; ++group) {
+    const float* scales = ExpandScales(args, group, buffer);
+    if (Unit::kDirectRows == 1 || args.num_rows == 1) {
+      DirectTile<Unit, 1>(args, w, scales, group);
+    } else {
+      DirectTile<Unit, Unit::kDirectRows>(args, w, scales, group);
+    }
+    w += args.fold / Unit::kSteps * Unit::kBytes;
+  }
+}
+
 // Each group is decoded once into L1 (at most 16 KiB), tiles of rows pass over it.
 template <class Unit>
 void GroupedGemmF32(const PanelArgs& args) {
   ClearResult(args);
+  if constexpr (Unit::kDirectRows > 0) {
+    if (args.num_rows <= Unit::kDirectRows) return GroupedGemmOfFewRows<Unit>(args);
+  }
   HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];
   HWY_ALIGN float buffer[kPanelColumns];
   PanelArgs inner = args;
