@@ -95,15 +95,18 @@ struct UnitStepI8 {
   }
 };
 
-// All quads of one vector of a unit's columns for one row whose codes are x: weights are read once.
-template <class Unit, std::size_t... Q>
-HWY_INLINE VI VectorOfRowI8(const typename Unit::Raw& raw, const VI (&x)[sizeof...(Q)], VI acc,
-                            std::index_sequence<Q...>) {
-  (AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]), ...);
-  return acc;
-}
+// All quads of one vector of a unit's columns for one row whose codes are x, one behind the other.
+struct ChainOfQuads {
+  template <class Unit, std::size_t kQuads, std::size_t... Q>
+  static HWY_INLINE VI Add(const typename Unit::Raw& raw, const VI (&x)[kQuads], VI acc,
+                           std::index_sequence<Q...>) {
+    (AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]), ...);
+    return acc;
+  }
+};
 
-template <class Unit>
+// Weights are read once.
+template <class Unit, class Sums>
 HWY_INLINE void UnitOfRowI8(const std::byte* unit, const std::uint8_t* a,
                             VI (&acc)[kVectorsOfRows<1>]) {
   constexpr int kQuads = Unit::kSteps / 4;
@@ -111,8 +114,8 @@ HWY_INLINE void UnitOfRowI8(const std::byte* unit, const std::uint8_t* a,
   LoadQuadsOfRow(a, x);
 #pragma GCC unroll 8
   for (int v = 0; v < kVectorsOfRows<1>; ++v) {
-    acc[v] = VectorOfRowI8<Unit>(typename Unit::Raw(unit, v), x, acc[v],
-                                 std::make_index_sequence<kQuads>{});
+    acc[v] = Sums::template Add<Unit>(typename Unit::Raw(unit, v), x, acc[v],
+                                      std::make_index_sequence<kQuads>{});
   }
 }
 

@@ -30,7 +30,7 @@ HWY_INLINE void SumGroup(const std::byte*& unit, const I8TileRowsOf<Unit, MR>&, 
   for (int k = 0; k < steps; k += Unit::kSteps, unit += Unit::kBytes) {
     if (fetches) FetchLines<kLines>(fetch);
     if constexpr (MR == 1) {
-      UnitOfRowI8<Unit>(unit, a[0] + k, acc[0]);
+      UnitOfRowI8<Unit, ChainOfQuads>(unit, a[0] + k, acc[0]);
     } else {
       ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, acc});
     }

@@ -67,31 +67,21 @@ struct UnitSpansI8 {
   }
 };
 
-// Quads of one vector of columns for one row, two a span.
-template <class Unit, std::size_t kQuads, std::size_t... kSpan>
-HWY_INLINE VI SpansOfRowI8(const typename Unit::Raw& raw, const VI (&x)[kQuads], VI acc,
-                           std::index_sequence<kSpan...>) {
-  static_assert(kSpanQuads<Unit> == 2 && 2 * sizeof...(kSpan) == kQuads);
-  VI part[sizeof...(kSpan)];
-  ((part[kSpan] = hn::Zero(di32)), ...);
-  (AddQuads(part[kSpan], Unit::template Quad<2 * kSpan>(raw), x[2 * kSpan]), ...);
-  (AddQuads(part[kSpan], Unit::template Quad<2 * kSpan + 1>(raw), x[2 * kSpan + 1]), ...);
-  ((acc = AddPart(acc, part[kSpan])), ...);
-  return acc;
-}
-
-template <class Unit>
-HWY_INLINE void UnitOfRowSpansI8(const std::byte* unit, const std::uint8_t* a,
-                                 VI (&acc)[kVectorsOfRows<1>]) {
-  constexpr int kQuads = Unit::kSteps / 4;
-  VI x[kQuads];
-  LoadQuadsOfRow(a, x);
-#pragma GCC unroll 8
-  for (int v = 0; v < kVectorsOfRows<1>; ++v) {
-    acc[v] = SpansOfRowI8<Unit>(typename Unit::Raw(unit, v), x, acc[v],
-                                std::make_index_sequence<kQuads / 2>{});
+// As ChainOfQuads, two quads a span.
+struct SpansOfQuads {
+  template <class Unit, std::size_t kQuads, std::size_t... Q>
+  static HWY_INLINE VI Add(const typename Unit::Raw& raw, const VI (&x)[kQuads], VI acc,
+                           std::index_sequence<Q...>) {
+    static_assert(kSpanQuads<Unit> == 2 && kQuads % 2 == 0);
+    VI part[kQuads / 2];
+#pragma GCC unroll 4
+    for (VI& sums : part) sums = hn::Zero(di32);
+    (AddQuads(part[Q / 2], Unit::template Quad<Q>(raw), x[Q]), ...);
+#pragma GCC unroll 4
+    for (const VI& sums : part) acc = AddPart(acc, sums);
+    return acc;
   }
-}
+};
 
 // --- Units whose codes are multiplied in 16 bits
 
@@ -168,7 +158,7 @@ HWY_INLINE void SumGroup(const std::byte*& unit, const I8TileRowsOf<Unit, MR>& r
       for (int k = 0; k < steps; k += Unit::kSteps, unit += Unit::kBytes) {
         if (fetches) FetchLines<kLines>(fetch);
         if constexpr (MR == 1) {
-          UnitOfRowSpansI8<Unit>(unit, a[0] + k, acc[0]);
+          UnitOfRowI8<Unit, SpansOfQuads>(unit, a[0] + k, acc[0]);
         } else {
           ForQuads<Unit>(UnitSpansI8<Unit, MR>{unit, a, k, acc, part});
         }
@@ -181,7 +171,7 @@ HWY_INLINE void SumGroup(const std::byte*& unit, const I8TileRowsOf<Unit, MR>& r
         for (; k < end; k += Unit::kSteps, unit += Unit::kBytes) {
           if (fetches) FetchLines<kLines>(fetch);
           if constexpr (MR == 1) {
-            UnitOfRowI8<Unit>(unit, a[0] + k, part[0]);
+            UnitOfRowI8<Unit, ChainOfQuads>(unit, a[0] + k, part[0]);
           } else {
             ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, part});
           }
