@@ -112,6 +112,9 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
   EXPECT_EQ(quant(Json::object()).linear.block, (quant::BlockShape{128, 128}));
   EXPECT_EQ(quant({{"weight_block_size", {64, 32}}}).linear.block, (quant::BlockShape{64, 32}));
   EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).linear.ue8m0);
+  for (const char* name : {"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"}) {
+    EXPECT_EQ(quant({{"fmt", name}}).linear.stored, checkpoint::StoredFormat::kFp8Block) << name;
+  }
   EXPECT_EQ(
       parse({{"model_type", "x"}, {"text_config", deepseek_v3()}, {"quantization_config", block}})
           .quant.linear.stored,
@@ -135,6 +138,8 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
                      {"3 of 6", "experts.1.gate_proj", "experts.0.gate_proj", "all or none"}),
             "");
   EXPECT_EQ(mismatch(skips({"up_proj"}).status(), StatusCode::kUnsupported, {"2 of 6"}), "");
+  // MiniMax-M2's list.
+  EXPECT_FALSE(skips({"gate", "e_score_correction_bias", "lm_head"}).value());
   const checkpoint::QuantConfig gate_only = quant({{"ignored_layers", {"gate"}}});
   EXPECT_TRUE(checkpoint::skips_module(gate_only, "model.layers.3.mlp.gate"));
   EXPECT_FALSE(checkpoint::skips_module(gate_only, "model.layers.3.mlp.shared_experts.gate_proj"));

@@ -118,7 +118,8 @@ def config_cases(c):
     quant("block_zero", dict(FP8, weight_block_size=[0, 128]), ARGUMENT, ["weight_block_size[0]"])
     quant("static", dict(FP8, activation_scheme="static"), UNSUPPORTED, ["activation_scheme", "dynamic"])
     quant("fp4_experts", dict(FP8, expert_dtype="fp4"), UNSUPPORTED, ["expert_dtype", "fp4"])
-    quant("e5m2", dict(FP8, fmt="e5m2"), UNSUPPORTED, ["fmt", "e4m3"])
+    for name in ("e5m2", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fnuz", "E4M3"):
+        quant(name, dict(FP8, fmt=name), UNSUPPORTED, ['fmt: got "%s"' % name, '"float8_e4m3fn"'])
     quant("scale_fmt", dict(FP8, scale_fmt="int"), UNSUPPORTED, ["scale_fmt"])
     quant("skip_not_list", dict(FP8, ignored_layers="gate"), CORRUPT, ["ignored_layers", "list"])
     quant("skip_number", dict(FP8, modules_to_not_convert=["a", 3]), CORRUPT, ["modules_to_not_convert[1]"])

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/config/config_fields.h"
@@ -46,11 +47,12 @@ Result<QuantConfig> parse_mxfp4(const ConfigFields& fields) {
 Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   QuantConfig quant;
   MOESAIC_ASSIGN_OR_RETURN(const auto element, fields.string("fmt"));
-  if (element && *element != "e4m3") {
-    return unsupported(
-        fmt::format("{}: quant_method \"fp8\" with fmt {} is not supported, need "
-                    "\"e4m3\"",
-                    fields.where(), quote_name(*element)));
+  // Spellings of one type in published files: MiniMax-M2 writes torch's name of it.
+  constexpr auto kE4m3Names =
+      std::to_array<std::string_view>({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"});
+  if (element && std::find(kE4m3Names.begin(), kE4m3Names.end(), *element) == kE4m3Names.end()) {
+    return unsupported(fmt::format("{}: fmt: got {}, need \"e4m3\" or \"float8_e4m3fn\"",
+                                   fields.where(), quote_name(*element)));
   }
   // Transformers' word for experts in MXFP4 under the names of FP8.
   MOESAIC_ASSIGN_OR_RETURN(const auto expert_dtype, fields.string("expert_dtype"));
