@@ -210,6 +210,45 @@ TEST(LayerRules, EveryFamilyHasItsOwn) {
   EXPECT_EQ(refused(with(llama, {{"moe_layers", {4}}}), {"moe_layers"}), "");
 }
 
+// K-EXAONE lists its layers under another name than transformers does.
+TEST(LayerRules, ExaoneFlagsItsLayers) {
+  const Json exaone = small("exaone_moe", {{"moe_intermediate_size", 8},
+                                           {"first_last_k_dense_replace", 2},
+                                           {"topk_method", "noaux_tc"},
+                                           {"scoring_func", "sigmoid"}});
+  EXPECT_EQ(layers_of(exaone), (std::vector<int>{2, 3}));
+  EXPECT_EQ(layers_of(with(exaone, {{"is_moe_layer", {false, true, true, false}}})),
+            (std::vector<int>{1, 2}));
+  EXPECT_EQ(
+      layers_of(with(exaone, {{"is_moe_layer", {0, 1, 1, 1, 0}}, {"num_nextn_predict_layers", 1}})),
+      (std::vector<int>{1, 2, 3}));
+  const Json types = {{"mlp_layer_types", {"dense", "sparse", "sparse", "sparse"}}};
+  EXPECT_EQ(layers_of(with(with(exaone, types), {{"is_moe_layer", {false, true, true, true}}})),
+            (std::vector<int>{1, 2, 3}));
+  const auto refused = [&](const Json& changes, StatusCode code,
+                           std::initializer_list<std::string> words) {
+    return mismatch(checkpoint::parse_model_config(with(exaone, changes).dump()).status(), code,
+                    words);
+  };
+  EXPECT_EQ(refused(with(types, {{"is_moe_layer", {false, true, false, true}}}),
+                    StatusCode::kAmbiguousFormat,
+                    {"mlp_layer_types[2] is sparse", "is_moe_layer[2] is false", "agree"}),
+            "");
+  EXPECT_EQ(refused({{"is_moe_layer", {true}}}, StatusCode::kInvalidArgument,
+                    {"is_moe_layer", "1 entries", "4"}),
+            "");
+  EXPECT_EQ(refused({{"is_moe_layer", {true, true, 2, true}}}, StatusCode::kCorruptFile,
+                    {"is_moe_layer[2]", "got 2", "true or false"}),
+            "");
+  EXPECT_EQ(
+      refused({{"is_moe_layer", true}}, StatusCode::kCorruptFile, {"is_moe_layer", "a list of"}),
+      "");
+  EXPECT_EQ(refused({{"first_k_dense_replace", 1}}, StatusCode::kAmbiguousFormat,
+                    {"first_k_dense_replace is 1", "first_last_k_dense_replace"}),
+            "");
+  EXPECT_EQ(refused({{"topk_method", "greedy"}}, StatusCode::kUnsupported, {"topk_method"}), "");
+}
+
 // Integers that a family lists per layer.
 TEST(LayerRules, HunyuanListsPerLayer) {
   const Json json = small("hunyuan", {{"num_hidden_layers", 2},

@@ -137,40 +137,52 @@ Result<std::optional<std::string>> ConfigFields::string(std::string_view name) c
   return std::optional<std::string>(value->get<std::string>());
 }
 
-Result<std::optional<std::vector<std::int64_t>>> ConfigFields::integers(
-    std::string_view name, IntegerRange range, std::size_t max_count) const {
+template <typename T, typename Read>
+Result<std::optional<std::vector<T>>> ConfigFields::list(std::string_view name,
+                                                         std::string_view need,
+                                                         std::size_t max_count,
+                                                         const Read& read) const {
   const nlohmann::json* value = find(name);
-  if (value == nullptr) return std::optional<std::vector<std::int64_t>>();
-  if (!value->is_array()) return bad_type(name, *value, "a list of integers");
+  if (value == nullptr) return std::optional<std::vector<T>>();
+  if (!value->is_array()) return bad_type(name, *value, need);
   if (value->size() > max_count) {
     return Status(StatusCode::kLimitExceeded, fmt::format("{}: {}: got {} entries, need at most {}",
                                                           where_, name, value->size(), max_count));
   }
-  std::vector<std::int64_t> list;
+  std::vector<T> entries;
   for (std::size_t i = 0; i < value->size(); ++i) {
-    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t entry,
-                             as_integer(fmt::format("{}[{}]", name, i), (*value)[i], range));
-    list.push_back(entry);
+    MOESAIC_ASSIGN_OR_RETURN(T entry, read(fmt::format("{}[{}]", name, i), (*value)[i]));
+    entries.push_back(std::move(entry));
   }
-  return std::optional(std::move(list));
+  return std::optional(std::move(entries));
+}
+
+Result<std::optional<std::vector<std::int64_t>>> ConfigFields::integers(
+    std::string_view name, IntegerRange range, std::size_t max_count) const {
+  return list<std::int64_t>(name, "a list of integers", max_count,
+                            [&](const std::string& entry, const nlohmann::json& value) {
+                              return as_integer(entry, value, range);
+                            });
 }
 
 Result<std::optional<std::vector<std::string>>> ConfigFields::strings(std::string_view name,
                                                                       std::size_t max_count) const {
-  const nlohmann::json* value = find(name);
-  if (value == nullptr) return std::optional<std::vector<std::string>>();
-  if (!value->is_array()) return bad_type(name, *value, "a list of strings");
-  if (value->size() > max_count) {
-    return Status(StatusCode::kLimitExceeded, fmt::format("{}: {}: got {} entries, need at most {}",
-                                                          where_, name, value->size(), max_count));
-  }
-  std::vector<std::string> list;
-  for (std::size_t i = 0; i < value->size(); ++i) {
-    const nlohmann::json& entry = (*value)[i];
-    if (!entry.is_string()) return bad_type(fmt::format("{}[{}]", name, i), entry, "a string");
-    list.push_back(entry.get<std::string>());
-  }
-  return std::optional(std::move(list));
+  return list<std::string>(
+      name, "a list of strings", max_count,
+      [&](const std::string& entry, const nlohmann::json& value) -> Result<std::string> {
+        if (!value.is_string()) return bad_type(entry, value, "a string");
+        return value.get<std::string>();
+      });
+}
+
+Result<std::optional<std::vector<bool>>> ConfigFields::booleans(std::string_view name,
+                                                                std::size_t max_count) const {
+  return list<bool>(name, "a list of true and false", max_count,
+                    [&](const std::string& entry, const nlohmann::json& value) -> Result<bool> {
+                      if (value == 0 || value == 1) return value == 1;
+                      if (!value.is_boolean()) return bad_type(entry, value, "true or false");
+                      return value.get<bool>();
+                    });
 }
 
 Result<const nlohmann::json*> ConfigFields::object(std::string_view name) const {

@@ -48,12 +48,14 @@ class ConfigFields {
   Result<std::optional<bool>> boolean(std::string_view name) const;
   Result<std::optional<double>> number(std::string_view name) const;  // finite
   Result<std::optional<std::string>> string(std::string_view name) const;
-  // A list, at most `max_count` long (more is kLimitExceeded).
+  // A list, at most `max_count` long (more is kLimitExceeded). Of booleans also 0 and 1.
   Result<std::optional<std::vector<std::int64_t>>> integers(std::string_view name,
                                                             IntegerRange range,
                                                             std::size_t max_count) const;
   Result<std::optional<std::vector<std::string>>> strings(std::string_view name,
                                                           std::size_t max_count) const;
+  Result<std::optional<std::vector<bool>>> booleans(std::string_view name,
+                                                    std::size_t max_count) const;
   // The nested object, or nullptr when absent.
   Result<const nlohmann::json*> object(std::string_view name) const;
 
@@ -69,6 +71,10 @@ class ConfigFields {
  private:
   const nlohmann::json* find(std::string_view name) const;
   Status bad_type(std::string_view field, const nlohmann::json& found, std::string_view need) const;
+  // `read`(name of the entry, its JSON) -> Result<T>.
+  template <typename T, typename Read>
+  Result<std::optional<std::vector<T>>> list(std::string_view name, std::string_view need,
+                                             std::size_t max_count, const Read& read) const;
   Result<std::int64_t> as_integer(std::string_view field, const nlohmann::json& value,
                                   IntegerRange range) const;
 

@@ -173,7 +173,8 @@ struct Family {
   NameList<3> width_fields;  // names of I
   LayerRule layer_rule = LayerRule::kEvery;
   std::int64_t default_first_dense = 0;  // kFirstDense, kEnumerated, kListed
-  std::string_view first_dense_field = "first_k_dense_replace";
+  NameList<2> first_dense_fields = {"first_k_dense_replace"};
+  std::string_view moe_flags_field;  // a list of booleans, one per layer; empty: no such field
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
   std::string_view shared_width_field = "shared_expert_intermediate_size";

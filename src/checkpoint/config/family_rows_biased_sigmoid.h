@@ -41,7 +41,7 @@ constexpr Family without_shared(Family f) {
 
 constexpr Family afmoe() {
   Family f = biased_sigmoid("AFMoE", {"afmoe"});
-  f.first_dense_field = "num_dense_layers";
+  f.first_dense_fields = {"num_dense_layers"};
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
   f.routing.scale_field = "route_scale";
@@ -106,6 +106,10 @@ constexpr Family dots3() {
 
 constexpr Family exaone_moe() {
   Family f = biased_sigmoid("EXAONE-MoE", {"exaone_moe"});
+  // Its first files have the names of the model's own code.
+  f.first_dense_fields = {"first_k_dense_replace", "first_last_k_dense_replace"};
+  f.moe_flags_field = "is_moe_layer";
+  f.assumed = {{"topk_method", "\"noaux_tc\""}};
   f.routing.default_scale = 2.5;
   f.shared_count_field = "num_shared_experts";
   f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
@@ -156,7 +160,7 @@ constexpr Family laguna() {
 
 constexpr Family lfm2_moe() {
   Family f = without_shared(biased_sigmoid("LFM2-MoE", {"lfm2_moe"}));
-  f.first_dense_field = "num_dense_layers";
+  f.first_dense_fields = {"num_dense_layers"};
   f.default_first_dense = 2;
   f.reads_hidden_act = false;
   f.routing.renorm_epsilon = 1e-6;

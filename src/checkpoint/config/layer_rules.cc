@@ -13,20 +13,24 @@
 namespace moesaic::checkpoint {
 namespace {
 
-// mlp_layer_types spells the choice out per layer; where present it is the whole answer.
-Result<std::optional<std::vector<bool>>> listed_layers(const ConfigFields& fields,
-                                                       std::int64_t num_layers) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto types,
-                           fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
-  if (!types) return std::optional<std::vector<bool>>();
-  // Step-3.5 lists its prediction layers too.
+using LayerList = std::optional<std::vector<bool>>;
+
+// Step-3.5 lists its prediction layers too.
+Status check_count(const ConfigFields& fields, std::string_view field, std::size_t entries,
+                   std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto predict,
                            fields.integer("num_nextn_predict_layers", {0, kMaxLayers}));
-  const auto count = static_cast<std::int64_t>(types->size());
-  if (count != num_layers && count != num_layers + predict.value_or(0)) {
-    return Status(fields.bad_value("mlp_layer_types", fmt::format("{} entries", types->size()),
-                                   fmt::format("{} (num_hidden_layers)", num_layers)));
-  }
+  const auto count = static_cast<std::int64_t>(entries);
+  if (count == num_layers || count == num_layers + predict.value_or(0)) return {};
+  return fields.bad_value(field, fmt::format("{} entries", count),
+                          fmt::format("{} (num_hidden_layers)", num_layers));
+}
+
+Result<LayerList> layers_by_type(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto types,
+                           fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
+  if (!types) return LayerList();
+  MOESAIC_RETURN_IF_ERROR(check_count(fields, "mlp_layer_types", types->size(), num_layers));
   std::vector<bool> is_moe;
   for (const std::string& type : *types) {
     if (type != "sparse" && type != "dense") {
@@ -36,7 +40,28 @@ Result<std::optional<std::vector<bool>>> listed_layers(const ConfigFields& field
     is_moe.push_back(type == "sparse");
   }
   is_moe.resize(static_cast<std::size_t>(num_layers));
-  return std::optional(std::move(is_moe));
+  return LayerList(std::move(is_moe));
+}
+
+// A list that spells the choice out per layer; where present it is the whole answer.
+Result<LayerList> listed_layers(const ConfigFields& fields, const Family& family,
+                                std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(LayerList types, layers_by_type(fields, num_layers));
+  if (family.moe_flags_field.empty()) return types;
+  MOESAIC_ASSIGN_OR_RETURN(LayerList flags, fields.booleans(family.moe_flags_field,
+                                                            static_cast<std::size_t>(kMaxLayers)));
+  if (!flags) return types;
+  MOESAIC_RETURN_IF_ERROR(check_count(fields, family.moe_flags_field, flags->size(), num_layers));
+  flags->resize(static_cast<std::size_t>(num_layers));
+  for (std::size_t i = 0; types && i < flags->size(); ++i) {
+    if ((*types)[i] == (*flags)[i]) continue;
+    return Status(StatusCode::kAmbiguousFormat,
+                  fmt::format("{}: mlp_layer_types[{}] is {} but {}[{}] is {}, need lists that "
+                              "agree",
+                              fields.where(), i, (*types)[i] ? "sparse" : "dense",
+                              family.moe_flags_field, i, bool{(*flags)[i]}));
+  }
+  return flags;
 }
 
 Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::int64_t num_layers) {
@@ -58,7 +83,7 @@ Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::in
 Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const Family& family,
                                              std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto first,
-                           fields.integer(family.first_dense_field, {0, kMaxLayers}));
+                           fields.integer(family.first_dense_fields.list(), {0, kMaxLayers}));
   MOESAIC_ASSIGN_OR_RETURN(const auto every, fields.integer("moe_layer_freq", {1, kMaxLayers}));
   std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
   for (std::int64_t i = 0; i < num_layers; ++i) {
@@ -219,7 +244,7 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
   if (!family.hash_table.empty()) {  // its list says how a layer routes: all are MoE
     return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
   }
-  MOESAIC_ASSIGN_OR_RETURN(auto listed, listed_layers(fields, num_layers));
+  MOESAIC_ASSIGN_OR_RETURN(auto listed, listed_layers(fields, family, num_layers));
   if (listed) return std::move(*listed);
   switch (family.layer_rule) {
     case LayerRule::kSparseStep:
