@@ -155,6 +155,41 @@ TEST(QuantConfigNames, ModelOptTakesShellPatternsAndPrefixes) {
   }
 }
 
+// Lists of substrings have dots at the ends: AWQ's "model.layers.0." is not layer 01.
+TEST(QuantConfigNames, DotsAtTheEndsOfPartsSayNothing) {
+  constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
+  const Json awq = {{"quant_method", "awq"}, {"bits", 4}, {"group_size", 32}};
+  const Json bnb = {{"quant_method", "bitsandbytes"}, {"load_in_8bit", true}};
+  const auto quant = [](Json json, const char* list, const Json& entries) {
+    json[list] = entries;
+    return parse_quant(json);
+  };
+  const Json entries = {"model.layers.0.", ".mlp.gate.", ".mtp"};
+  for (const auto& listed :
+       {quant(awq, "modules_to_not_convert", entries), quant(bnb, "llm_int8_skip_modules", entries),
+        quant({{"quant_method", "fp8"}}, "ignored_layers", entries),
+        quant({{"quant_method", "mxfp4"}}, "modules_to_not_convert", entries)}) {
+    ASSERT_TRUE(listed.ok()) << listed.status().to_string();
+    EXPECT_TRUE(checkpoint::skips_module(*listed, "model.layers.0.mlp.experts.1.up_proj"));
+    EXPECT_TRUE(
+        checkpoint::skips_experts(*listed, "model.layers.0.mlp.experts", 2, kLeaves).value());
+    EXPECT_TRUE(checkpoint::skips_module(*listed, "model.layers.7.mlp.gate"));
+    EXPECT_TRUE(checkpoint::skips_module(*listed, "model.mtp.up_proj"));
+    for (const char* kept : {"model.layers.1.mlp.up_proj", "model.layers.01.mlp.up_proj",
+                             "model.layers.7.mlp.gate_proj"}) {
+      EXPECT_FALSE(checkpoint::skips_module(*listed, kept)) << kept;
+    }
+  }
+  const Json each = {"experts.0.", ".experts.1.gate_proj", "experts.1.up_proj.",
+                     ".experts.1.down_proj."};
+  EXPECT_TRUE(checkpoint::skips_experts(quant(awq, "modules_to_not_convert", each).value(),
+                                        "model.layers.0.mlp.experts", 2, kLeaves)
+                  .value());
+  EXPECT_EQ(mismatch(quant(awq, "modules_to_not_convert", {"lm_head", ".."}).status(),
+                     StatusCode::kInvalidArgument, {"modules_to_not_convert", "got \"..\""}),
+            "");
+}
+
 TEST(QuantConfigFormats, SchemesFollowTheDescription) {
   const auto scheme = [](const Json& quant) {
     return checkpoint::linear_scheme(parse_quant(quant).value().linear, DType::kBF16).value();

@@ -57,6 +57,14 @@ Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   return {};
 }
 
+// "model.layers.0." as people write it for a substring test: parts are compared whole, so the dot
+// says nothing more.
+std::string without_outer_dots(const std::string& entry) {
+  const std::size_t first = entry.find_first_not_of('.');
+  if (first == std::string::npos) return {};
+  return entry.substr(first, entry.find_last_not_of('.') + 1 - first);
+}
+
 // ModelOpt 0.47 renames modules with a mark behind their names, a NUL and a word, and leaves it
 // there when the renaming took the dot before it. What counts is the name, with its wildcard.
 void drop_name_mark(std::string* entry) {
@@ -76,15 +84,16 @@ Status append_skips(const ConfigFields& fields, std::string_view list, bool rege
                     QuantConfig* quant) {
   MOESAIC_ASSIGN_OR_RETURN(auto entries, fields.strings(list, kMaxSkipEntries));
   if (!entries) return {};
-  for (std::string& entry : *entries) {
+  for (const std::string& entry : *entries) {
     if (entry.starts_with("re:") && !regex_allowed) {
       return fields.unsupported(
           fmt::format("{}: regular expression {} is not supported with this "
                       "quant_method, need module names",
                       list, quote_name(entry)));
     }
-    if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
-    quant->skips.push_back(std::move(entry));
+    std::string name = quant->rule == NameRule::kParts ? without_outer_dots(entry) : entry;
+    if (name.empty()) return fields.bad_value(list, quote_name(entry), "module names");
+    quant->skips.push_back(std::move(name));
   }
   return {};
 }
