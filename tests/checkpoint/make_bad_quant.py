@@ -403,6 +403,9 @@ def layers(c):
     bn("state_type", said(quant_type="fp4"), CORRUPT, ["quant_state", "quant_type", "fp4"])
     bn("state_no_block", said(blocksize=None), CORRUPT, ["quant_state", "blocksize", "none"])
     bn("state_block", said(blocksize=128), CORRUPT, ["quant_state", "blocksize", "got 128"])
+    for block in (0, -64, 2**21):
+        bn("state_block_%d" % block, said(blocksize=block), CORRUPT, ["quant_state", "blocksize", "got %d" % block])
+    bn("state_nested_block", said(nested_blocksize=0, nested_offset=0.5), CORRUPT, ["quant_state", "nested_blocksize", "got 0"], nested=True)
     bn("state_shape", said(shape=[64, 63]), CORRUPT, ["quant_state", "shape", "64, 63"])
     bn("state_no_shape", said(shape=None), CORRUPT, ["quant_state", "shape"])
     bn("nested_no_offset", said(), CORRUPT, ["quant_state", "nested_offset"], nested=True)

@@ -74,7 +74,15 @@ class BnbReader {
         const nlohmann::json json,
         parse_json_document(quote_name(name), text, {kMaxStateBytes, kMaxStateDepth}));
     if (!json.is_object()) return corrupt(TensorKind::kQuantState, "need a JSON object");
-    const ConfigFields fields(json, quote_name(name));
+    Status parsed = parse_state(ConfigFields(json, quote_name(name)));
+    // What a caller may have mistyped elsewhere is a damaged tensor here.
+    if (parsed.code() == StatusCode::kInvalidArgument) {
+      return {StatusCode::kCorruptFile, parsed.message()};
+    }
+    return parsed;
+  }
+
+  Status parse_state(const ConfigFields& fields) {
     const std::string_view want = format_.table == CodeTable::kNf4 ? "nf4" : "fp4";
     MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("quant_type"));
     if (!type || *type != want) {
