@@ -69,9 +69,10 @@ def descriptions(c):
     bad("gptq_sym_number", dict(GPTQ, sym=1), CORRUPT, ["sym"])
     bad("gptq_desc_act_string", dict(GPTQ, desc_act="yes"), CORRUPT, ["desc_act"])
     bad("gptq_dynamic_list", dict(GPTQ, dynamic=["x"]), CORRUPT, ["dynamic", "an object"])
-    bad("gptq_dynamic_override", dict(GPTQ, dynamic={"+:.*experts.*": {"bits": 8}}), UNSUPPORTED, ["dynamic", "+:.*experts"])
-    bad("gptq_dynamic_bare", dict(GPTQ, dynamic={".*experts.*": {"bits": 8}}), UNSUPPORTED, ["dynamic", ".*experts"])
-    bad("gptq_dynamic_regex", dict(GPTQ, dynamic={"-:(": {}}), UNSUPPORTED, ["regular expression", "malformed"])
+    for mark in ("-:", "+:", ""):
+        bad("gptq_dynamic_regex_" + {"-:": "minus", "+:": "plus"}.get(mark, "bare"), dict(GPTQ, dynamic={mark + "(": {}}), UNSUPPORTED,
+            ["regular expression", "malformed"])
+    bad("gptq_dynamic_number", dict(GPTQ, dynamic={"+:lm_head": 8}), CORRUPT, ["dynamic", "+:lm_head", "got 8", "an object"])
     bad("gptq_dynamic_and_list", dict(GPTQ, dynamic={"-:x": {}}, modules_to_not_convert=["y"]), UNSUPPORTED, ["dynamic", "modules_to_not_convert"])
     bad("awq_version", dict(AWQ, version="gemv"), UNSUPPORTED, ["version", "gemv"])
     bad("awq_symmetric", dict(AWQ, zero_point=False), UNSUPPORTED, ["zero_point", "false"])
@@ -192,6 +193,17 @@ def layers(c):
             t[UP + end] = Tensor(x.dtype, x.shape, x.data[:at] + raw + x.data[at + len(raw):])
         return spoil
 
+    # GPTQ: what overrides a module of this layer, and what does not
+    dyn = lambda name, entries, code, keys: layer("gptq_dynamic_" + name, dict(GPTQ, dynamic=entries), lambda rng, n, m: q.gptq(rng, n, m), lambda t: None,
+                                                  code, keys)
+    first = P + "experts.0."
+    dyn("override", {"+:.*experts.*": {"bits": 8}}, UNSUPPORTED, ["dynamic", '"+:.*experts.*"', first, '"bits": got 8, need 4'])
+    dyn("bare", {".*experts.*": {"group_size": 64}}, UNSUPPORTED, ["dynamic", '".*experts.*"', first, '"group_size": got 64, need 32'])
+    dyn("new_field", {P + "experts": {"bits": 4, "format": "marlin"}}, UNSUPPORTED, [first, '"format": got "marlin", need no such field'])
+    dyn("last_expert", {"+:.*experts\\.1\\.up_proj": {"sym": False}}, UNSUPPORTED, [UP, '"sym": got false, need true'])
+    dyn("kept_and_left_out", {"+:.*mlp.*": {}, "-:.*mlp.*": {}}, AMBIGUOUS, ['"+:.*mlp.*"', first, "leaves it out"])
+    dyn("elsewhere", {"lm_head": {}, "+:.*lm_head$": {"bits": 8}, ".*attn.*": {"bits": 8}, "experts": {"bits": 8}, "-:.*attn.*": {}}, "ok", [])
+    dyn("as_the_rest", {"+:.*experts.*": {"bits": 4, "group_size": 32}, "+:.*up_proj": {}, "+:.*down_proj": None}, "ok", [])
     # FP8 per tensor (static), per channel
     one = lambda **k: (lambda rng, n, m: q.fp8_tensor(rng, n, m, scale=2.0**-8, static=True, **k))
     f = lambda name, spoil, code, keys, quant=FP8, **k: layer("fp8t_" + name, quant, one(), spoil, code, keys, **k)

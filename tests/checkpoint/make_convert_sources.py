@@ -30,7 +30,7 @@ def with_attention(quant):
         if quant and key in quant:
             quant[key] = [entry for entry in quant[key] if "self_attn" not in entry]
     if quant and "dynamic" in quant:
-        quant["dynamic"] = {key: value for key, value in quant["dynamic"].items() if "self_attn" not in key}
+        quant["dynamic"] = {key: value for key, value in quant["dynamic"].items() if "attn" not in key}
     return quant
 
 

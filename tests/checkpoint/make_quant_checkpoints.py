@@ -327,6 +327,9 @@ def integers(c):
     c.add("gptq_partial_group", gptq(group_size=64), plain_linear(q.gptq, group=64), scheme="int4-g128", h=96, i=64, tp=())
     c.add("gptq_side_file", None, plain_linear(q.gptq), scheme="int4-g128", side={"quantize_config.json": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}})
     c.add("gptq_dynamic", gptq(dynamic={"-:.*lm_head": {}, "-:.*self_attn.*": {}}), plain_linear(q.gptq), scheme="int4-g128")
+    # As Qwen3.5 is published, with entries that change nothing and entries for other modules.
+    c.add("gptq_dynamic_without_effect", gptq(dynamic={"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "+:.*lm_head$": {"bits": 8},
+                                                       "+:.*experts.*": {"bits": 4}}), plain_linear(q.gptq), scheme="int4-g128", shared=64)
     awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
     c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
     c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),

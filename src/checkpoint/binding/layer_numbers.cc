@@ -130,6 +130,7 @@ Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource&
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;
     const std::string module = source.shared_module(leaf);
+    MOESAIC_RETURN_IF_ERROR(check_overrides(config.quant, module));
     const LinearFormat format = module_format(config.quant, module);
     if (first_name.empty()) {
       first = format;

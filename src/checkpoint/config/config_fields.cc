@@ -37,6 +37,16 @@ bool ConfigFields::is_null(std::string_view name) const {
   return it != object_->end() && it->is_null();
 }
 
+std::string ConfigFields::difference_of(const nlohmann::json& values) const {
+  for (const auto& [name, value] : values.items()) {
+    const nlohmann::json* own = find(name);
+    if (own != nullptr && *own == value) continue;
+    return fmt::format("{}: got {}, need {}", quote_name(name), describe(value),
+                       own == nullptr ? "no such field" : describe(*own));
+  }
+  return {};
+}
+
 Status ConfigFields::bad_value(std::string_view field, std::string_view found,
                                std::string_view need) const {
   return {StatusCode::kInvalidArgument,

@@ -62,6 +62,10 @@ class ConfigFields {
   // Present with the value null: some fields say "none" that way.
   bool is_null(std::string_view name) const;
 
+  // The first member of `values` that this object does not have as well: "bits: got 8, need 4";
+  // empty when there is none.
+  std::string difference_of(const nlohmann::json& values) const;
+
   const std::string& where() const { return where_; }
   // "config.json: top_k: got 9, need 1 to 8".
   Status bad_value(std::string_view field, std::string_view found, std::string_view need) const;

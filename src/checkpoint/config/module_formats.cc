@@ -9,6 +9,7 @@
 
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/quant_config.h"
+#include "checkpoint/container/names.h"
 #include "core/fault.h"
 #include "core/refusal.h"
 
@@ -49,6 +50,12 @@ bool is_number(std::string_view part) {
                                       [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
+// Patterns were tried once when they were read: what matching might refuse was refused then.
+bool regex_hits(const std::string& pattern, std::string_view module) {
+  const Result<bool> hit = regex_matches("", pattern, module);
+  return hit.ok() && *hit;
+}
+
 bool entry_matches(NameRule rule, const std::string& entry, std::string_view module) {
   switch (rule) {
     case NameRule::kParts:
@@ -56,8 +63,7 @@ bool entry_matches(NameRule rule, const std::string& entry, std::string_view mod
       return !is_number(entry) && contains(split(module), split(entry));
     case NameRule::kExactOrRegex:
       if (!entry.starts_with("re:")) return entry == module || entry == "Linear";
-      return regex_matches("", entry.substr(3), module).ok() &&
-             *regex_matches("", entry.substr(3), module);
+      return regex_hits(entry.substr(3), module);
     case NameRule::kGlob:
       return glob_matches(entry, std::string(module)) ||
              (module.starts_with(entry) &&
@@ -71,17 +77,32 @@ bool any_matches(NameRule rule, const std::vector<std::string>& entries, std::st
                      [&](const std::string& entry) { return entry_matches(rule, entry, module); });
 }
 
+bool has_digits(std::string_view pattern) {
+  return std::any_of(pattern.begin(), pattern.end(),
+                     [](unsigned char c) { return std::isdigit(c) != 0; }) ||
+         pattern.find("\\d") != std::string_view::npos;
+}
+
 // Whether an entry may match some experts and not others. A name must be one of theirs; a pattern
 // without digits can distinguish only the number of digits.
 bool tells_experts(NameRule rule, const std::string& entry, std::string_view experts) {
   const bool pattern = rule == NameRule::kGlob || entry.starts_with("re:");
-  if (!pattern) return entry.starts_with(experts);
-  return std::any_of(entry.begin(), entry.end(),
-                     [](unsigned char c) { return std::isdigit(c) != 0; }) ||
-         entry.find("\\d") != std::string::npos;
+  return pattern ? has_digits(entry) : entry.starts_with(experts);
 }
 
-// The experts whose names are checked one by one: all, or one per number of digits and the last.
+// All, or one per number of digits and the last.
+std::vector<std::int64_t> asked_experts(bool all, std::int64_t num_experts) {
+  std::vector<std::int64_t> asked;
+  std::int64_t power = 10;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    const bool first_of_its_length = e == 0 || e == power;
+    if (e == power) power *= 10;
+    if (all || first_of_its_length || e == num_experts - 1) asked.push_back(e);
+  }
+  return asked;
+}
+
+// The experts whose names are checked one by one.
 std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_view experts,
                                           std::int64_t num_experts) {
   const auto tells = [&](const std::string& entry) {
@@ -91,14 +112,7 @@ std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_
   for (const QuantGroup& group : quant.groups) {
     all = all || std::any_of(group.targets.begin(), group.targets.end(), tells);
   }
-  std::vector<std::int64_t> asked;
-  std::int64_t power = 10;
-  for (std::int64_t e = 0; e < num_experts; ++e) {
-    const bool first_of_its_length = e == 0 || e == power;
-    if (e == power) power *= 10;
-    if (all || first_of_its_length || e == num_experts - 1) asked.push_back(e);
-  }
-  return asked;
+  return asked_experts(all, num_experts);
 }
 
 Status partly(std::string_view what, std::string_view experts, std::string_view one,
@@ -121,6 +135,36 @@ Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
   }
   if (!skipped.empty() && !kept.empty()) return partly("left out", experts, skipped, kept);
   return kept.empty();
+}
+
+Status check_override(const QuantConfig& quant, const QuantOverride& entry,
+                      std::string_view module) {
+  if (!regex_hits(entry.pattern, module)) return {};
+  const auto refuse = [&](StatusCode code, std::string_view why) {
+    return Status(code, fmt::format("quantization_config: dynamic: {} matches {}{}",
+                                    quote_name(entry.key), module, why));
+  };
+  if (skips_module(quant, module)) {
+    return refuse(StatusCode::kAmbiguousFormat,
+                  ", as an entry does that leaves it out; need one of them");
+  }
+  if (entry.difference.empty()) return {};
+  return refuse(StatusCode::kUnsupported,
+                fmt::format(" and overrides {}, as everywhere else", entry.difference));
+}
+
+Status check_expert_overrides(const QuantConfig& quant, std::string_view experts,
+                              std::int64_t num_experts,
+                              std::span<const std::string_view> projections) {
+  for (const QuantOverride& entry : quant.overrides) {
+    for (const std::int64_t e : asked_experts(has_digits(entry.pattern), num_experts)) {
+      for (const std::string_view projection : projections) {
+        MOESAIC_RETURN_IF_ERROR(
+            check_override(quant, entry, fmt::format("{}.{}.{}", experts, e, projection)));
+      }
+    }
+  }
+  return {};
 }
 
 }  // namespace
@@ -154,6 +198,14 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
   return nullptr;
 }
 
+Status check_overrides(const QuantConfig& whole, std::string_view module) {
+  const QuantConfig& quant = description_of(whole, module);
+  for (const QuantOverride& entry : quant.overrides) {
+    MOESAIC_RETURN_IF_ERROR(check_override(quant, entry, module));
+  }
+  return {};
+}
+
 LinearFormat module_format(const QuantConfig& whole, std::string_view module) {
   const QuantConfig& quant = description_of(whole, module);
   if (!quant.quantized() || skips_module(quant, module)) return {};
@@ -167,6 +219,7 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
                                     std::span<const std::string_view> projections) {
   const QuantConfig& quant = description_of(whole, experts);
   if (!quant.quantized()) return LinearFormat{};
+  MOESAIC_RETURN_IF_ERROR(check_expert_overrides(quant, experts, num_experts, projections));
   MOESAIC_ASSIGN_OR_RETURN(const bool skipped,
                            skips_experts(quant, experts, num_experts, projections));
   if (skipped) return LinearFormat{};

@@ -152,6 +152,10 @@ Status check_patterns(const std::string& where, const QuantConfig& quant) {
   for (const QuantGroup& group : quant.groups) {
     MOESAIC_RETURN_IF_ERROR(check(group.targets, "targets"));
   }
+  for (const QuantOverride& entry : quant.overrides) {
+    MOESAIC_RETURN_IF_ERROR(
+        regex_matches(fmt::format("{}: dynamic", where), entry.pattern, "x").status());
+  }
   for (const QuantPart& part : quant.parts) {
     MOESAIC_RETURN_IF_ERROR(check_patterns(where, part.quant));
   }

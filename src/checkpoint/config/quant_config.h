@@ -35,6 +35,14 @@ struct QuantGroup {
   bool operator==(const QuantGroup&) const = default;
 };
 
+// An entry of GPTQ's "dynamic" that gives modules a description of their own.
+struct QuantOverride {
+  std::string key;         // as the file has it
+  std::string pattern;     // its regular expression
+  std::string difference;  // from the rest of the description; empty: none
+  bool operator==(const QuantOverride&) const = default;
+};
+
 struct QuantPart;
 struct QuantConfig {
   LinearFormat linear;  // of every linear that is not left out; plain: nothing is quantised
@@ -42,6 +50,7 @@ struct QuantConfig {
   std::vector<std::string> skips;
   // Not empty: these decide instead of `linear`, which is then that of the first group.
   std::vector<QuantGroup> groups;
+  std::vector<QuantOverride> overrides;
   // Modules that have a description of their own; all the above does not concern them.
   std::vector<QuantPart> parts;
   bool quantized() const { return linear.stored != StoredFormat::kPlain; }
@@ -87,7 +96,11 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 // Whether a skip entry names this module or one that contains it.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 
-// The format of one linear: plain when it is left out or no group targets it.
+// kUnsupported for a module that an override makes different, kAmbiguousFormat for one that an
+// override and a skip entry match: the first in the file counts for others, and that is not kept.
+Status check_overrides(const QuantConfig& quant, std::string_view module);
+
+// The format of one linear, whatever overrides say: plain when it is left out or no group targets it.
 LinearFormat module_format(const QuantConfig& quant, std::string_view module);
 
 // Whether the routed experts `<experts>.<e>.<projection>` are left out; where only some of them
@@ -96,7 +109,8 @@ LinearFormat module_format(const QuantConfig& quant, std::string_view module);
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts, std::span<const std::string_view> projections);
 
-// The one format of all of them; kUnsupported also when groups give them several.
+// The one format of all of them; kUnsupported also when groups give them several. Errors of
+// check_overrides.
 Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
                                     std::int64_t num_experts,
                                     std::span<const std::string_view> projections);

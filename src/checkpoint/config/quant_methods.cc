@@ -40,19 +40,21 @@ Result<std::int64_t> required_group(const ConfigFields& fields, ConfigFields::Na
   return fields.bad_value(names[0], fmt::to_string(group), "-1 or a multiple of 8");
 }
 
-// GPTQ's "dynamic": keys are regular expressions, "-:" leaves a module out.
+// GPTQ's "dynamic": keys are regular expressions, "-:" leaves modules out, the others ("+:" or no
+// mark) override what the values say. Whether that concerns experts is known with their names.
 Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* dynamic, fields.object("dynamic"));
   if (dynamic == nullptr) return {};
+  const ConfigFields entries(*dynamic, fields.where() + ": dynamic");
   for (const auto& [key, value] : dynamic->items()) {
-    if (!key.starts_with("-:")) {
-      return fields.unsupported(
-          fmt::format("dynamic: {} overrides the format of modules, which "
-                      "is not supported, need entries that begin with -:",
-                      quote_name(key)));
+    if (key.starts_with("-:")) {
+      quant->rule = NameRule::kExactOrRegex;
+      quant->skips.push_back("re:" + key.substr(2));
+      continue;
     }
-    quant->rule = NameRule::kExactOrRegex;
-    quant->skips.push_back("re:" + key.substr(2));
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
+    quant->overrides.push_back({key, key.substr(key.starts_with("+:") ? 2 : 0),
+                                values == nullptr ? "" : fields.difference_of(*values)});
   }
   return {};
 }
