@@ -49,6 +49,13 @@ def config_cases(c):
     c.folder("no_config", {"model.safetensors": simple_file("a")}, "not_found", "config.json", door="checkpoint")
     c.folder("no_tensors", {"config.json": good}, "not_found", "no safetensors", door="checkpoint")
 
+    # Experts that the configuration denies.
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    for label, value in (("0", 0), ("null", None)):
+        files = {"config.json": json.dumps(dict(QWEN, num_experts=value)), "model.safetensors": simple_file("model.embed_tokens.weight", name)}
+        c.folder("experts_" + label, files, CORRUPT, ["config.json: num_experts: got " + label, "1 to 16384", name], door="checkpoint")
+        c.folder("dense_" + label, dict(files, **{"model.safetensors": simple_file("model.layers.0.mlp.down_proj.weight")}), "ok", door="checkpoint")
+
     # Family and structure.
     bad("no_model_type", QWEN, {"model_type": ...}, CORRUPT, "model_type: missing")
     bad("model_type_number", QWEN, {"model_type": 3}, CORRUPT, ["model_type", "got 3", "a string"])

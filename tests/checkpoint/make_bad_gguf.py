@@ -129,6 +129,9 @@ def models(c):
         meta("bool_" + key, {key: True}, CORRUPT, ["qwen3moe." + key, "a bool"])
     meta("no_width", {"expert_feed_forward_length": ...}, CORRUPT, ["qwen3moe.feed_forward_length", "missing"])
     meta("top_k_above_experts", {"expert_used_count": 5}, ARGUMENT, ["expert_used_count", "got 5", "1 to 4"])
+    for name, value, found in (("no_expert_count", ..., "missing"), ("zero_expert_count", 0, "got 0")):
+        meta(name, {"expert_count": value}, CORRUPT, ['"qwen3moe.expert_count": ' + found, "1 to 16384", "blk.1.ffn_gate_exps"])
+    c.gguf("meta_dense", gguf_file(metadata("qwen3moe", **dict(sizes, expert_count=0)), {"blk.0.ffn_up.weight": Tensor("BF16", [8, 16], bytes(256))}), "ok")
     meta("too_many_experts", {"expert_count": 1 << 20}, ARGUMENT, ["expert_count", "1048576"])
     meta("too_many_layers", {"block_count": 1 << 20}, ARGUMENT, ["block_count", "1048576"])
     meta("hidden_huge", {"embedding_length": 2**32 - 1}, LIMIT, ["embedding_length"])

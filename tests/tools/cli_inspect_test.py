@@ -5,8 +5,15 @@ usage: cli_inspect_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
 import json
+import sys
+from pathlib import Path
 
 from cli_support import BAD_INPUT, BUNDLED, MODELS, OK, UNSUPPORTED, ToolTest, main, run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoint"))
+from gguf_file import metadata
+from gguf_model import gguf_file
+from tiny_model import vector
 
 class Inspect(ToolTest):
     def test_every_bundled_checkpoint(self):
@@ -51,6 +58,17 @@ class Inspect(ToolTest):
         config["model_type"] = "qwen3_mo"
         (target / "config.json").write_text(json.dumps(config))
         self.fails(UNSUPPORTED, "qwen3_moe", arguments=["inspect", target])
+
+    def test_gguf_file_without_experts(self):
+        target = self.folder / "dense.gguf"
+        norm = {"blk.0.attn_norm.weight": vector("F32", [b"\0\0\x80\x3f"] * 16)}
+        keys = metadata("qwen3moe", block_count=1, embedding_length=16)
+        target.write_bytes(gguf_file(keys, norm))
+        value = self.json_of("inspect", target)
+        self.assertEqual((value["layers"], value["problems"]), ([], ["the file holds no MoE layer"]))
+        norm["blk.0.ffn_up_exps.weight"] = ("F32", [1, 1, 4], bytes(16))
+        target.write_bytes(gguf_file(keys, norm))
+        self.fails(BAD_INPUT, "qwen3moe.expert_count", arguments=["inspect", target])
 
     def test_config_that_is_not_json(self):
         target = self.copy_model("mini-qwen3-moe")

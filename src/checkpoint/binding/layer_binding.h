@@ -65,6 +65,9 @@ std::vector<std::string> missing_names(const LayerSource& source, const ShardSet
 // name it, found and needed.
 Status check_form(const PlannedTensor& want, const TensorInfo& got);
 
+// kCorruptFile when the files hold experts that the configuration says there are none of.
+Status check_no_experts(const ModelConfig& config, const ShardSet& shards);
+
 // Does the name lie inside the layer's block, where everything must be known?
 bool in_block(const LayerSource& source, std::string_view name);
 

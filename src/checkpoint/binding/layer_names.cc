@@ -210,7 +210,28 @@ void choose_correction_bias(const ModelConfig& config, const ShardSet& shards,
   if (config.bias_by_presence) routing.has_correction_bias = found;
 }
 
+// Whether the name is of routed experts as the layout stores them, in any layer.
+bool holds_experts(const ExpertLayout& layout, std::string_view name) {
+  if (!layout.present()) return false;
+  const std::string_view fixed = layout.down.substr(0, layout.down.find("{e}"));
+  const std::string inside = fmt::format("{}.{}", layout.block, fixed);
+  return name.find(layout.block.empty() ? inside : "." + inside) != std::string_view::npos;
+}
+
 }  // namespace
+
+Status check_no_experts(const ModelConfig& config, const ShardSet& shards) {
+  if (config.no_experts.empty()) return {};
+  for (const ShardSet::Located& tensor : shards.tensors()) {
+    for (const ExpertLayout& layout : config.family->layouts) {
+      if (!holds_experts(layout, name_of(tensor))) continue;
+      return {StatusCode::kCorruptFile,
+              fmt::format("config.json: {}, need 1 to {}, since the files hold the experts of {}",
+                          config.no_experts, kMaxExperts, quote_name(name_of(tensor)))};
+    }
+  }
+  return {};
+}
 
 Status choose_names(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string_view prefix,

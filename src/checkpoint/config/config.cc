@@ -213,6 +213,16 @@ Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
                       [&](std::string_view name) { return fields.is_null(name); });
 }
 
+// The field in which a model without experts says so.
+std::string said_dense(const ConfigFields& fields) {
+  for (const std::string_view name : expert_count_fields()) {
+    if (fields.is_null(name)) return fmt::format("{}: got null", name);
+    const auto count = fields.integer(name, {0, kMaxExperts});
+    if (count.ok() && *count == std::int64_t{0}) return fmt::format("{}: got 0", name);
+  }
+  return {};
+}
+
 Result<ModelConfig> parse_checked(std::string_view text) {
   MOESAIC_ASSIGN_OR_RETURN(
       const nlohmann::json top,
@@ -234,7 +244,10 @@ Result<ModelConfig> parse_checked(std::string_view text) {
   }
   MOESAIC_ASSIGN_OR_RETURN(config.num_hidden_layers, read_num_layers(fields, *config.family));
   MOESAIC_ASSIGN_OR_RETURN(const bool is_moe_model, has_experts(fields, *config.family));
-  if (!is_moe_model) return config;
+  if (!is_moe_model) {
+    if (config.family->switch_field.empty()) config.no_experts = said_dense(fields);
+    return config;
+  }
 
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_moe,
                            moe_layers(fields, *config.family, config.num_hidden_layers));

@@ -33,6 +33,8 @@ struct ModelConfig {
   // the specs then say true until the tensor names are known.
   bool bias_by_presence = false;
   QuantConfig quant;
+  // How the configuration says that there are no experts ("num_experts: got 0"); empty: it does not.
+  std::string no_experts;
   bool gguf = false;  // names and types are those of a GGUF file
   // One per MoE layer, ascending; empty for a dense model. Every spec passes validate(). `prefix`
   // and `quant` are what the family and the configuration suggest; the tensors' names and dtypes

@@ -222,6 +222,29 @@ int layer_of(std::string_view name, std::int64_t num_layers) {
   return sound ? static_cast<int>(layer) : -1;
 }
 
+// A model without experts, by its metadata: its tensors must not say otherwise.
+Result<ModelConfig> dense_model(const GgufMetadata& metadata, const Architecture& architecture,
+                                std::int64_t num_layers, bool zero,
+                                std::span<const GgufHeader* const> headers) {
+  for (const GgufHeader* header : headers) {
+    for (const TensorInfo& tensor : header->tensors) {
+      if (!is_gguf_moe_tensor(tensor.name) || tensor.name.find("_exps.") == std::string::npos) {
+        continue;
+      }
+      return metadata.bad(
+          StatusCode::kCorruptFile, fmt::format("{}.expert_count", metadata.architecture()),
+          fmt::format("{}, need 1 to {}, since the file holds the experts of {}",
+                      zero ? "got 0" : "missing", kMaxExperts, quote_name(tensor.name)));
+    }
+  }
+  ModelConfig dense;
+  dense.model_type = architecture.model_type;
+  dense.family = gguf_family(architecture.model_type);
+  dense.num_hidden_layers = num_layers;
+  dense.gguf = true;
+  return dense;
+}
+
 Result<ModelConfig> read_checked(std::string_view label,
                                  std::span<const GgufHeader* const> headers) {
   GgufMetadata metadata(label, *headers.front());
@@ -232,11 +255,7 @@ Result<ModelConfig> read_checked(std::string_view label,
   MOESAIC_ASSIGN_OR_RETURN(const auto num_experts,
                            metadata.integer("expert_count", 0, kMaxExperts));
   if (num_experts.value_or(0) == 0) {
-    ModelConfig dense;
-    dense.model_type = architecture->model_type;
-    dense.family = gguf_family(architecture->model_type);
-    dense.num_hidden_layers = num_layers;
-    return dense;
+    return dense_model(metadata, *architecture, num_layers, num_experts.has_value(), headers);
   }
   MOESAIC_ASSIGN_OR_RETURN(const std::string_view model_type,
                            model_type_of(metadata, *architecture, *num_experts));

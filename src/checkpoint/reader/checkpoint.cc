@@ -91,7 +91,7 @@ struct Checkpoint::Impl {
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::ShardSet set,
                              checkpoint::ShardSet::open(directory, access));
     shards = std::make_shared<const checkpoint::ShardSet>(std::move(set));
-    return {};
+    return checkpoint::check_no_experts(config, *shards).with_context(directory);
   }
 
   Status open_gguf(FileAccess access) {
