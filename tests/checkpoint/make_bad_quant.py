@@ -129,7 +129,10 @@ def descriptions(c):
     bad("ct_w4a8_group_16", ct("pack-quantized", ints(group=16), token), UNSUPPORTED, ["input_activations", "32"])
     bad("ct_float_4_bits", ct("float-quantized", floats8(num_bits=4)), UNSUPPORTED, ["weights", "4 bits"])
     bad("ct_float_group", ct("float-quantized", floats8("group", group_size=128)), UNSUPPORTED, ["strategy", "group"])
-    bad("ct_float_asymmetric", ct("float-quantized", floats8(symmetric=False)), UNSUPPORTED, ["weights"])
+    bad("ct_float_asymmetric", ct("float-quantized", floats8(symmetric=False)), UNSUPPORTED, ["weights: symmetric: got false, need true"])
+    bad("ct_float_asymmetric_inputs", ct("float-quantized", floats8(), floats8("token", dynamic=True, symmetric=False)), UNSUPPORTED,
+        ["input_activations: symmetric: got false, need true"])
+    bad("ct_int_asymmetric", ct("int-quantized", ints(8, strategy="channel", symmetric=False)), UNSUPPORTED, ["weights: symmetric: got false, need true"])
     bad("ct_block_groups", ct("float-quantized", floats8("block", block_structure=[64, 32]), floats8("group", group_size=128, dynamic=True)), UNSUPPORTED,
         ["input_activations", "group_size 32"])
     bad("ct_block_one", ct("float-quantized", floats8("block", block_structure=[64])), UNSUPPORTED, ["block_structure", "[64]", "[rows, columns]"])
@@ -139,7 +142,7 @@ def descriptions(c):
     bad("ct_block_token", ct("float-quantized", floats8("block", block_structure=[128, 128]), token), UNSUPPORTED, ["input_activations", "group"])
     bad("ct_int_static", ct("int-quantized", ints(8, strategy="channel"), ints(8, strategy="tensor")), UNSUPPORTED, ["input_activations", "static"])
     bad("ct_int_asymmetric_inputs", ct("int-quantized", ints(8, strategy="channel"), ints(8, strategy="token", dynamic=True, symmetric=False)), UNSUPPORTED,
-        ["input_activations"])
+        ["input_activations: symmetric: got false, need true"])
     bad("ct_int_4_bits", ct("int-quantized", ints(4, strategy="channel")), UNSUPPORTED, ["weights", "int 4 bits"])
     bad("ct_nvfp4_group", ct("nvfp4-pack-quantized", dict(ints(4, 32), type="float")), UNSUPPORTED, ["group_size 16"])
     bad("ct_mxfp4_group", ct("mxfp4-pack-quantized", dict(ints(4, 16), type="float")), UNSUPPORTED, ["group_size 32"])

@@ -110,11 +110,16 @@ Status bad_inputs(const ConfigFields& group, const Operand& in, std::string_view
                                        quote_name(in.strategy), need));
 }
 
+// For operands that fit but for this.
+Status need_symmetric(const ConfigFields& group, const Operand& op, std::string_view side) {
+  if (op.symmetric) return {};
+  return group.unsupported(fmt::format("{}: symmetric: got false, need true", side));
+}
+
 Status float_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
                     LinearFormat* f) {
-  if (w.bits != 8 || w.type != "float" || !w.symmetric) {
-    return bad_weights(group, w, "symmetric float 8 bits");
-  }
+  if (w.bits != 8 || w.type != "float") return bad_weights(group, w, "float 8 bits");
+  MOESAIC_RETURN_IF_ERROR(need_symmetric(group, w, "weights"));
   if (w.strategy == "tensor") {
     f->stored = StoredFormat::kFp8Tensor;
   } else if (w.strategy == "channel") {
@@ -131,9 +136,8 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
     return bad_weights(group, w, "strategy tensor, channel or block");
   }
   if (!in) return {};
-  if (in->bits != 8 || in->type != "float" || !in->symmetric) {
-    return bad_inputs(group, *in, "symmetric float 8 bits");
-  }
+  if (in->bits != 8 || in->type != "float") return bad_inputs(group, *in, "float 8 bits");
+  MOESAIC_RETURN_IF_ERROR(need_symmetric(group, *in, "input_activations"));
   f->activation = in->dynamic ? ActivationQuant::kDynamic : ActivationQuant::kStatic;
   if (!in->dynamic && (in->strategy != "tensor" || f->stored == StoredFormat::kFp8Block)) {
     return bad_inputs(group, *in, "dynamic, or static with strategy tensor and no block weights");
@@ -193,18 +197,17 @@ Status int_format(const ConfigFields& group, const Operand& w, const std::option
     return packed_format(group, w, in, f);
   }
   f->stored = StoredFormat::kInt8Channel;
-  if (w.bits != 8 || w.type != "int" || !w.symmetric) {
-    return bad_weights(group, w, "symmetric int 8 bits");
-  }
+  if (w.bits != 8 || w.type != "int") return bad_weights(group, w, "int 8 bits");
+  MOESAIC_RETURN_IF_ERROR(need_symmetric(group, w, "weights"));
   if (w.strategy != "channel" && w.strategy != "tensor") {
     return bad_weights(group, w, "strategy channel or tensor");
   }
   f->one_scale = w.strategy == "tensor";
   if (!in) return {};
-  if (in->bits != 8 || in->type != "int" || !in->symmetric || !in->dynamic ||
-      in->strategy != "token") {
-    return bad_inputs(group, *in, "dynamic symmetric int 8 bits, strategy token");
+  if (in->bits != 8 || in->type != "int" || !in->dynamic || in->strategy != "token") {
+    return bad_inputs(group, *in, "dynamic int 8 bits, strategy token");
   }
+  MOESAIC_RETURN_IF_ERROR(need_symmetric(group, *in, "input_activations"));
   f->activation = ActivationQuant::kDynamic;
   return {};
 }
