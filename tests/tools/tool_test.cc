@@ -29,6 +29,10 @@ TEST(ExitCode, EveryStatusCodeHasOne) {
       EXPECT_STRNE(next_step(status, origin), "");
     }
   }
+  // The same for safetensors, GGUF and config.json.
+  const std::string corrupt = next_step(StatusCode::kCorruptFile, Origin::kFile);
+  EXPECT_NE(corrupt.find("the file is damaged or was written wrongly"), std::string::npos);
+  EXPECT_EQ(corrupt.find("safetensors"), std::string::npos);
   EXPECT_EQ(exit_code(StatusCode::kNotFound, Origin::kFile), kExitBadInput);
   EXPECT_EQ(exit_code(StatusCode::kNotFound, Origin::kOption), kExitUsage);
   EXPECT_EQ(exit_code(StatusCode::kCorruptFile, Origin::kOption), kExitBadInput);

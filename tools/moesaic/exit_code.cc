@@ -56,7 +56,8 @@ const char* next_step(StatusCode code, Origin origin) {
     case StatusCode::kAmbiguousFormat:
       return "state which reading is meant in config.json; the library does not guess";
     case StatusCode::kCorruptFile:
-      return "fetch the file again, or write it with a conforming safetensors writer";
+      return "the file is damaged or was written wrongly: fetch it again, or write it again with a "
+             "conforming writer";
     case StatusCode::kMissingTensor:
       return "fetch all shards of the checkpoint; a partial layer is never run";
     case StatusCode::kUnsupported:
