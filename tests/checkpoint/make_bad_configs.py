@@ -201,7 +201,8 @@ def layer_cases(c):
     qwen("other_storage", lambda t: [t.update({n.replace("_proj", "_linear"): t.pop(n)}) for n in list(t) if "experts." in n], UNSUPPORTED,
          ["12 of 13 tensors are missing", "not recognised", "gate_linear"])
     qwen("fp8_without_config", replace("experts.0.gate_proj.weight", lambda t: Tensor("F8_E4M3", t.shape, t.data[::2])), DTYPE, ["experts.0.gate_proj", "F8_E4M3"])
-    qwen("gate_fp8", replace("gate.weight", lambda t: Tensor("F8_E4M3", t.shape, t.data[::2])), DTYPE, [p + "gate.weight", "F8_E4M3"])
+    qwen("gate_fp8", replace("gate.weight", lambda t: Tensor("F8_E4M3", t.shape, t.data[::2])), DTYPE,
+         [p + "gate.weight", "F8_E4M3", "quantised routers"])
     qwen("bf16_with_fp8_config", lambda t: None, DTYPE, ["gate_proj", "BF16", "F8_E4M3"], dict(QWEN, quantization_config=FP8))
     qwen("skip_one_expert", lambda t: None, UNSUPPORTED, ["3 of 12", "all or none"], dict(QWEN, quantization_config=dict(FP8, ignored_layers=[p + "experts.1"])))
 

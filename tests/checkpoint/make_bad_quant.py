@@ -400,6 +400,8 @@ def layers(c):
     said = lambda **changes: (lambda t: t.update({UP + state: text(json.dumps({k: v for k, v in dict(good, **changes).items() if v is not None}))}))
     bn("good", lambda t: None, "ok", [])
     bn("nested_good", lambda t: None, "ok", [], nested=True)
+    bn("router", lambda t: t.update({P + "gate.weight": Tensor("U8", [EXPERTS * 32, 1], bytes(EXPERTS * 32))}), DTYPE,
+       [P + "gate.weight", "got U8", "quantised routers are not supported"])
     for end in (".weight", ".weight.absmax", ".weight.quant_map", state):
         bn("no" + end.replace(state, "_state"), pop(end), MISSING, [UP + end])
     bn("absmax_nan", poke(".weight.absmax", 16, NAN), CORRUPT, [UP + ".weight.absmax", "block 4"])

@@ -195,10 +195,12 @@ Status check_form(const PlannedTensor& want, const TensorInfo& got) {
     const auto block_or = [](quant::GgufType type, const std::string& dtype) {
       return type == quant::GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
     };
+    const bool router_codes = is_gate(want.part) && dtype_bits(got.dtype) <= 8;
     return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need {}", quote_name(want.name),
+            fmt::format("{}: got {}, need {}{}", quote_name(want.name),
                         block_or(got.block_type, std::string(dtype_name(got.dtype))),
-                        block_or(want.block_type, want.dtypes.to_string()))};
+                        block_or(want.block_type, want.dtypes.to_string()),
+                        router_codes ? " (quantised routers are not supported)" : "")};
   }
   if (want.any_shape && got.rank <= kMaxRank) return {};
   for (const Shape& shape : want.also) {
