@@ -74,6 +74,26 @@ TEST(RankedLayer, BlocksOfOtherSizesOnTwoRanksEqualOneRank) {
   EXPECT_GT(ran, 5);
 }
 
+// Llama 4 with several experts a token: a slot that travels by itself takes its weight along.
+TEST(RankedLayer, WeightsOnTheInputsOfSeveralExpertsEqualOneRank) {
+  MoeLayerSpec spec = test::llama4_like();
+  spec.routing.top_k = 3;
+  const test::LayerTensors tensors = test::make_tensors(44, spec);
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    const RankProblem problem = problem_of(tensors, 9, quant);
+    int ran = 0;
+    for (const RankCombo& combo : test::rank_combos(2)) {
+      // A row of several experts travels once: not weighted, so not as codes nor in slabs.
+      if (combo.transport == RankTransport::kBatched) continue;
+      if (quant != std::string("bf16") && combo.reduction != RankReduction::kPerSlot) continue;
+      const auto tokens = test::uneven_tokens(7, 9, combo.dp * combo.pcp);
+      EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << quant << " " << combo.name();
+      ++ran;
+    }
+    EXPECT_GT(ran, 5);
+  }
+}
+
 // Shapes, routing and tokens at random: ranks without tokens, experts without tokens, more ranks
 // than experts.
 TEST(RankedLayer, RandomShapesAndUnevenTokensEqualOneRank) {

@@ -38,7 +38,7 @@ struct CpuBuffers {
   std::byte* zero_experts = nullptr;  // [C, H] F32
   // Per-slot reduction: every slot as a row with one expert.
   std::byte* slot_input = nullptr;  // [C * k, latent], dtype of the kernel's input
-  float* slot_ones = nullptr;       // [C * k]
+  float* slot_weights = nullptr;    // [C * k]
   float* slot_output = nullptr;     // [C * k, latent]
 
   static Result<CpuBuffers> carve(const FusedPlan& plan, const FusedMoE::Options& options,

@@ -47,7 +47,7 @@ Result<CpuBuffers> CpuBuffers::carve(const FusedPlan& plan, const FusedMoE::Opti
   if (plan.ranks.per_slot) {
     const std::int64_t slots = rows * plan.routing.top_k;
     b.slot_input = arena.take<std::byte>(slots * plan.latent_size * kMaxElementBytes);
-    b.slot_ones = arena.take<float>(slots);
+    b.slot_weights = arena.take<float>(slots);
     b.slot_output = arena.take<float>(slots * plan.latent_size);
   }
   MOESAIC_RETURN_IF_ERROR(arena.status());

@@ -14,9 +14,16 @@
 #include "layer/rows.h"
 
 namespace moesaic::layer {
+namespace {
 
-// Every slot as a row of its own, so that its result comes back by itself. The weight acts in the
-// sum (add_slots): a row times one is the row.
+bool weighs_slots_inputs(const FusedPlan& plan) {
+  return plan.routed.apply_router_weight_on_input && !MOESAIC_FAULT(layer_slots_weigh_outputs);
+}
+
+}  // namespace
+
+// Every slot as a row of its own, so that its result comes back by itself. The weight acts on the
+// row where it belongs to the input, else in the sum (add_slots): a row times one is the row.
 ModularKernel::Args CpuEngine::slot_args(const ConstTensorView& input, const RoutedRows& r,
                                          const CpuBuffers& b) const {
   const std::int64_t k = plan.routing.top_k;
@@ -30,10 +37,14 @@ ModularKernel::Args CpuEngine::slot_args(const ConstTensorView& input, const Rou
                   static_cast<std::size_t>(width * element));
     }
   }
-  std::fill(b.slot_ones, b.slot_ones + rows * k, 1.0F);
+  if (weighs_slots_inputs(plan)) {
+    std::copy(r.weights, r.weights + rows * k, b.slot_weights);
+  } else {
+    std::fill(b.slot_weights, b.slot_weights + rows * k, 1.0F);
+  }
   ModularKernel::Args a;
   a.hidden_states = view_of(b.slot_input, input.dtype, {rows * k, width});
-  a.topk_weights = view_of(b.slot_ones, DType::kF32, {rows * k, 1});
+  a.topk_weights = view_of(b.slot_weights, DType::kF32, {rows * k, 1});
   a.topk_ids = view_of(r.ids, DType::kI32, {rows * k, 1});
   a.expert_map = plan.expert_map;
   a.output = view_of(b.slot_output, DType::kF32, {rows * k, width});
@@ -46,6 +57,7 @@ Status CpuEngine::add_slots(const RoutedRows& r, const CpuBuffers& b) const {
   const std::int64_t k = plan.routing.top_k;
   const std::int64_t rows = r.x.dim(0);
   const std::int64_t width = plan.latent_size;
+  const bool weighted = weighs_slots_inputs(plan);
   if (!plan.ranks.reduced) {  // a slot's row is zero on all ranks but one
     MOESAIC_RETURN_IF_ERROR(
         mesh->reduce_replicas({b.slot_output, static_cast<std::size_t>(rows * k * width)}));
@@ -56,7 +68,8 @@ Status CpuEngine::add_slots(const RoutedRows& r, const CpuBuffers& b) const {
     for (std::int64_t i = 0; i < k; ++i) {
       const std::int64_t slot = t * k + (MOESAIC_FAULT(layer_slots_in_reverse) ? k - 1 - i : i);
       if (r.ids[slot] < 0) continue;
-      kernel->experts().accumulate(b.slot_output + slot * width, r.weights[slot], width, sum);
+      kernel->experts().accumulate(b.slot_output + slot * width, weighted ? 1.0F : r.weights[slot],
+                                   width, sum);
     }
   }
   return {};
