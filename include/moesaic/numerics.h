@@ -65,6 +65,11 @@ double activation_bound(const OperandQuant& activation, std::int64_t intermediat
 // Scheme::output_bound for a layer of this intermediate size (of one rank).
 double output_bound(const Scheme& scheme, std::int64_t intermediate_size);
 
+// What a router weight that is rounded to the rows' dtype before it multiplies them
+// (apply_router_weight_on_input) may add to it, in quadrature: an error of all of the row, half a
+// unit in the last place of the weight at most. 0 where rows are F32.
+double weight_on_input_bound(DType rows);
+
 // A bound of the relative L2 error made for one call from what its rows show.
 //   bound       Scheme::output_bound of the layer (weights that were converted included)
 //   activation  activation_bound of it

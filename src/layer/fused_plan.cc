@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -11,6 +12,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "quant/compute_scheme.h"
 #include "quant/width_slice.h"
 
 namespace moesaic::layer {
@@ -221,6 +223,11 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
 
   plan.quant.scheme.output_bound = output_bound(plan.quant.scheme, routed.intermediate_size);
+  if (routed.apply_router_weight_on_input) {
+    const DType rows = quant::operand_dtype(routed.activation_dtype, routed.quant.kind);
+    plan.quant.scheme.output_bound =
+        std::hypot(plan.quant.scheme.output_bound, weight_on_input_bound(rows));
+  }
 
   // What enters the sum over ranks once is rank 0's when the caller adds them up. Ranks that
   // communicate each compute it for rows of their own.

@@ -95,6 +95,13 @@ Result<QuantPlan> plan_stored(const Scheme& stored, DType activation_dtype,
   return plan;
 }
 
+// With the error of rounding the stored numbers to the scheme's weights.
+double bound_of_rounded(const Scheme& scheme) {
+  return std::hypot(
+      scheme.output_bound,
+      quant::kWeightErrorGain * quant::kRoundingMargin * quant::rounding_error(scheme.weight));
+}
+
 }  // namespace
 
 Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
@@ -126,14 +133,15 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
   }
   if (is_plain(plan.scheme)) {
     plan.activation_dtype = plan.scheme.weight.dtype;
-    if (stored.weight.dtype != plan.scheme.weight.dtype) plan.conversion = LoadConversion::kRound;
+    if (stored.weight.dtype != plan.scheme.weight.dtype) {
+      plan.conversion = LoadConversion::kRound;
+      plan.scheme.output_bound = bound_of_rounded(plan.scheme);
+    }
     return plan;
   }
   plan.conversion = LoadConversion::kQuantize;
   if (plan.scheme.weight_only()) plan.activation_dtype = DType::kBF16;
-  plan.scheme.output_bound =
-      std::hypot(plan.scheme.output_bound, quant::kWeightErrorGain * quant::kRoundingMargin *
-                                               quant::rounding_error(plan.scheme.weight));
+  plan.scheme.output_bound = bound_of_rounded(plan.scheme);
   return plan;
 }
 

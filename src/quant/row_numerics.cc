@@ -89,6 +89,12 @@ double output_bound(const Scheme& scheme, std::int64_t intermediate_size) {
   return std::sqrt(std::max(rest, 0.0) + here * here);
 }
 
+double weight_on_input_bound(DType rows) {
+  if (rows == DType::kF32 || MOESAIC_FAULT(numerics_rounded_router_weights_are_free)) return 0.0;
+  // Gate and up move together: 2.3, as in the estimate.
+  return 2.3 * (rows == DType::kF16 ? 0x1p-11 : 0x1p-8);
+}
+
 double computed_bound(double bound, double activation, const NumericsSummary& summary) {
   const double estimate = summary.error_estimate();
   if (summary.not_finite > 0) return std::numeric_limits<double>::infinity();

@@ -106,6 +106,37 @@ TEST(GivenRouting, NarrowLogitsAreWidenedExactly) {
   }
 }
 
+// A weight on the input is rounded as rows are, and all of its row with it.
+TEST(GivenRouting, RoundedWeightsOnTheInputAreWithinTheLayersBound) {
+  MoeLayerSpec spec = test::llama4_like();
+  spec.shared.intermediate_size = 0;
+  const LayerTensors t = make_tensors(57, spec);
+  const Tensor x = random_hidden(58, 32, spec.hidden_size);
+  Tensor ids = Tensor::zeros(DType::kI32, {32, 1}).value();
+  Tensor weights = Tensor::zeros(DType::kF32, {32, 1}).value();
+  for (int row = 0; row < 32; ++row) {
+    ids.as<std::int32_t>()[row] = row % static_cast<int>(spec.num_experts);
+    weights.as<float>()[row] = 0.50195F;  // 0.5 in BF16
+  }
+  FusedMoE::Args args;
+  args.hidden_states = x.view();
+  args.topk_ids = ids.view();
+  args.topk_weights = weights.view();
+  const auto output = [&](const char* quant, double* bound) {
+    FusedMoE::Options options = in_steps();
+    options.quant = quant;
+    const FusedMoE layer = make_layer(t, options);
+    *bound = layer.quant().output_bound;
+    return to_doubles(must_run(layer, args).output.view());
+  };
+  double bound = 0, fp32 = 0;
+  const auto rounded = output("bf16", &bound);
+  const auto result = compare(rounded, output("f32", &fp32));
+  EXPECT_LE(result.rel_l2, bound) << result.describe;
+  EXPECT_GT(result.rel_l2, quant_scheme_from_name("bf16")->output_bound) << "bf16's would do";
+  EXPECT_EQ(fp32, quant_scheme_from_name("f32")->output_bound);
+}
+
 // Final weights: neither renormalised nor scaled; -1 without its weight, an expert twice.
 TEST(GivenRouting, WeightsAndIdsAreTakenAsTheyAre) {
   for (const Feature& f : test::common_features()) {

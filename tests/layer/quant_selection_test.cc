@@ -94,6 +94,11 @@ TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
   const auto at_load = layer::plan_quant(scheme("bf16"), DType::kBF16, "fp8-bf16").value();
   EXPECT_EQ(stored.scheme.output_bound, scheme("fp8-bf16").output_bound);
   EXPECT_GT(at_load.scheme.output_bound, 5e-2);
+  // One plain dtype to another: as docs/accuracy.md has it.
+  const auto rounded = layer::plan_quant(scheme("f32"), DType::kF32, "bf16").value();
+  EXPECT_NEAR(rounded.scheme.output_bound, 7.4e-3, 5e-5);
+  const auto halves = layer::plan_quant(scheme("f32"), DType::kF32, "f16").value();
+  EXPECT_NEAR(halves.scheme.output_bound, 1.15e-3, 5e-5);
 }
 
 TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
@@ -107,9 +112,9 @@ TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
         EXPECT_EQ(plan->scheme.weight, wanted.weight);
       }
       // Only weights that are rounded widen the bound.
-      const bool widened = plan->conversion == layer::LoadConversion::kQuantize;
+      const bool widened = plan->conversion != layer::LoadConversion::kNone;
       EXPECT_EQ(plan->scheme.output_bound > wanted.output_bound, widened) << wanted.name;
-      EXPECT_EQ(widened, wanted.weight.granularity != ScaleGranularity::kNone) << wanted.name;
+      EXPECT_EQ(widened, wanted.name != "f32" && wanted.name != stored) << wanted.name;
     }
   }
 }
