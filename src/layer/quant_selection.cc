@@ -97,9 +97,8 @@ Result<QuantPlan> plan_stored(const Scheme& stored, DType activation_dtype,
 
 // With the error of rounding the stored numbers to the scheme's weights.
 double bound_of_rounded(const Scheme& scheme) {
-  return std::hypot(
-      scheme.output_bound,
-      quant::kWeightErrorGain * quant::kRoundingMargin * quant::rounding_error(scheme.weight));
+  return std::hypot(scheme.output_bound, quant::kWeightErrorGain * quant::kRoundingMargin *
+                                             quant::rounding_error(scheme.weight));
 }
 
 }  // namespace
