@@ -20,6 +20,11 @@ struct SuperScaleColumns {
   const std::byte* planes;  // at the first column
   VF unit;
 
+  // Written out: on ARM an implicit one is made outside of the target's functions, and is an error.
+  HWY_INLINE SuperScaleColumns() {}
+  HWY_INLINE SuperScaleColumns(const std::byte* first, VF of_block)
+      : planes(first), unit(of_block) {}
+
   static HWY_INLINE VF Unit(const std::byte* units) {
     return LoadF16(reinterpret_cast<const std::uint16_t*>(units));
   }

@@ -399,6 +399,51 @@ TEST_P(CudaExpertsRows, TokenAloneEqualsTokenInBatchByBits) {
   }
 }
 
+// Few groups take w2 by slabs, more of them by bands.
+TEST_P(CudaExpertsRows, SlabsOfW2HaveTheBitsOfBands) {
+  REQUIRE_HOPPER();
+  constexpr std::int64_t kHidden = 1280, kRow = kHidden * 4;
+  const MoeProblem p = problem_of(GetParam(), "silu", kHidden, 256, 16, 2);
+  const StandardCase many = test::make_case(53, p, 32, p.activation_dtype);
+  const Tensor batch = run_cuda(many);
+  for (const std::int64_t first : {0, 9, 30}) {
+    StandardCase few = test::make_case(53, p, 2, p.activation_dtype);
+    const auto bytes = static_cast<std::size_t>(few.hidden_states.bytes());
+    std::memcpy(few.hidden_states.data(), many.hidden_states.data() + first * kHidden * 2, bytes);
+    std::memcpy(few.routing.ids.data(), many.routing.ids.data() + first * 8, 16);
+    std::memcpy(few.routing.weights.data(), many.routing.weights.data() + first * 8, 16);
+    const Tensor alone = run_cuda(few);
+    EXPECT_EQ(std::memcmp(alone.data(), batch.data() + first * kRow, 2 * kRow), 0)
+        << GetParam() << " tokens from " << first;
+  }
+}
+
+// Experts that were alike when they were loaded, then others in their place.
+TEST(CudaExperts, StaticScalesMayDifferOnceExpertsMove) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"fp8-static", "int4-fp8-static"}) {
+    SCOPED_TRACE(quant);
+    const MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 2);
+    const StandardCase c = test::make_case(55, p, 9, p.activation_dtype);
+    StandardCase alike = test::make_case(55, p, 9, p.activation_dtype);
+    for (Tensor* scales : {&alike.weights.w13_input_scale, &alike.weights.w2_input_scale}) {
+      std::fill_n(scales->as<float>(), 6, scales->as<float>()[0]);
+    }
+    OnDevice there(c, create_on_device(c)), here(c, create_on_device(alike));
+    here.experts->let_parts_change();
+    const auto from = there.experts->expert_parts(6), to = here.experts->expert_parts(6);
+    ASSERT_EQ(from.size(), to.size());
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      ASSERT_EQ(from[i].name, to[i].name);
+      const auto bytes = static_cast<std::size_t>(from[i].rows.dim(0) * from[i].rows.dim(1));
+      ASSERT_EQ(cudaMemcpy(to[i].rows.data, from[i].rows.data, bytes, cudaMemcpyDeviceToDevice),
+                cudaSuccess);
+    }
+    const Tensor want = there.run(), got = here.run();
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0);
+  }
+}
+
 void replay_graph(const char* quant) {
   SCOPED_TRACE(quant);
   const MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 2);

@@ -13,6 +13,7 @@
 #include "layer/cuda_rank_case.h"
 #include "moesaic/device_tensor.h"
 #include "moesaic/gate.h"
+#include "numerics/float_codec.h"
 #include "support/cuda_device.h"
 #include "support/expect_bits.h"
 #include "support/metrics.h"
@@ -132,6 +133,49 @@ TEST(CudaFunctions, RoutingThatIsAnotherRoutersHasItsBits) {
         expect_same(must_run(layer, args).output, want.output, "by logits");
       }
     }
+  }
+}
+
+// Routing sees BF16 rows whatever the layer has; experts see the rows.
+TEST(CudaFunctions, RoutingOfALayerInF16SeesRoundedRows) {
+  REQUIRE_HOPPER();
+  MoeLayerSpec spec = test::small_spec();
+  spec.quant = quant_scheme_from_name("f16").value();
+  spec.activation_dtype = DType::kF16;
+  const LayerTensors plain = make_tensors(75, spec);
+  spec.routing.method = RoutingMethod::kCustom;
+  const LayerTensors custom = make_tensors(75, spec);
+  Router::Options options;
+  options.spec = plain.spec.routing;
+  options.device = kFunctionsGpu;
+  const auto router = std::make_shared<Router>(Router::create(options).value());
+  FusedMoE::Options o = on_gpu(kMostRows);
+  const FusedMoE want_layer = test::make_layer(plain, o);
+  std::vector<std::uint16_t> seen;
+  o.on_device.custom_routing = [&](Stream stream, ConstTensorView x, ConstTensorView logits, bool,
+                                   TensorView weights, TensorView ids) {
+    EXPECT_EQ(x.dtype, DType::kBF16);
+    seen.resize(static_cast<std::size_t>(x.dim(0) * x.dim(1)));
+    EXPECT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(stream.handle)), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(seen.data(), x.data, 2 * seen.size(), cudaMemcpyDeviceToHost),
+              cudaSuccess);
+    Router::Args a;
+    a.router_logits = logits;
+    a.topk_weights = weights;
+    a.topk_ids = ids;
+    return router->enqueue(stream, a);
+  };
+  const FusedMoE layer = test::make_layer(custom, o);
+  const Tensor x = random_hidden(76, 7, 64, DType::kF16);
+  const test::LayerRun want = test::run_layer(want_layer, x);
+  FusedMoE::Args args;
+  args.hidden_states = x.view();
+  args.router_logits = want.logits.view();
+  expect_same(must_run(layer, args).output, want.output, "output");
+  const std::vector<double> rows = to_doubles(x.view());
+  ASSERT_EQ(seen.size(), rows.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(seen[i], bf16_from_f32(static_cast<float>(rows[i]))) << i;
   }
 }
 

@@ -43,6 +43,27 @@ TEST(CudaRanks, EveryCombinationOfRanksOnOneGpuEqualsOneRank) {
   EXPECT_GT(runs, 100);
 }
 
+// A row that travels once for several experts is not multiplied by the weight of any of them.
+TEST(CudaRanks, WeightsOnTheInputsOfSeveralExpertsEqualOneRank) {
+  REQUIRE_HOPPER();
+  int runs = 0;
+  MoeLayerSpec spec = test::llama4_like();
+  spec.routing.top_k = 3;
+  spec.hidden_size = spec.intermediate_size = 128;
+  spec.shared.intermediate_size = 0;
+  spec.quant = quant_scheme_from_name("fp8-block").value();
+  const test::LayerTensors tensors = test::make_tensors(45, spec);
+  RankProblem problem = gpu_problem(tensors, 13);
+  for (const RankCombo& combo : test::rank_combos(2)) {
+    if (!combo.ep || !runs_on_gpus(combo, tensors.spec)) continue;
+    problem.bound = test::bound_on_gpus(combo);
+    const auto tokens = test::uneven_tokens(5, 13, combo.dp * combo.pcp);
+    EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
+    ++runs;
+  }
+  EXPECT_GT(runs, 4);
+}
+
 // reduce_results = false: what is left to the caller is one sum.
 TEST(CudaRanks, OneSumCompletesWhatIsNotReduced) {
   REQUIRE_HOPPER();

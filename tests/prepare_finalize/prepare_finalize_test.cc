@@ -341,6 +341,14 @@ TEST(PrepareFinalizeCatalogue, RowsOfAGpuTravelAsBf16WithZerosWhereTheyMust) {
   EXPECT_EQ(carried("fp8-block", 100), "bf16 104");
   EXPECT_EQ(carried("f32", 100), "f32 104");
   EXPECT_EQ(carried("f16", 96), "f16 96");
+  // Codes are made once for all experts of a token: not times the weight of each.
+  MoeProblem p = small_problem("fp8-block");
+  EXPECT_TRUE(cuda::travels_as_codes(p));
+  p.apply_router_weight_on_input = true;
+  p.top_k = 1;
+  EXPECT_TRUE(cuda::travels_as_codes(p));
+  p.top_k = 2;
+  EXPECT_FALSE(cuda::travels_as_codes(p));
 }
 
 TEST(PrepareFinalizeCatalogue, TheBatchedReferenceOfAGpuSaysWhatItNeeds) {

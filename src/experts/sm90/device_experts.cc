@@ -34,6 +34,7 @@ class DeviceExperts final : public Experts {
   }
   std::int64_t weight_bytes() const override { return experts_->weight_bytes(); }
   std::vector<ExpertPart> expert_parts() override {
+    experts_->let_parts_change();
     return experts_->expert_parts(problem_.num_local_experts);
   }
   std::string_view determinism() const override { return experts_->determinism(); }
@@ -41,7 +42,8 @@ class DeviceExperts final : public Experts {
   Status run(const ExpertsArgs& args) const override {
     MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args, any_rows()));
     const std::int64_t tokens = args.hidden_states.dim(slabs() ? 1 : 0);
-    if (tokens == 0 || problem_.num_local_experts == 0) return {};
+    if (tokens == 0) return {};
+    if (problem_.num_local_experts == 0) return write_zeros(args);
     MOESAIC_RETURN_IF_ERROR(check_addresses(args));
     const DeviceScope scope(problem_.device.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
@@ -77,6 +79,15 @@ class DeviceExperts final : public Experts {
   }
 
  private:
+  // What no expert here adds to.
+  Status write_zeros(const ExpertsArgs& args) const {
+    if (slabs()) return {};
+    const DeviceScope scope(problem_.device.index());
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
+                             contiguous_bytes(args.output.dtype, args.output.shape));
+    return fill_zero("output", args.output.data, bytes, args.stream.handle);
+  }
   bool slabs() const { return problem_.format == ActivationFormat::kBatched; }
   bool any_rows() const { return experts_->takes_any_rows(); }
   // Host memory, or another GPU's, would be read or written long after this call has returned.

@@ -60,6 +60,11 @@ std::vector<ExpertPart> CudaExperts::expert_parts(std::int64_t count) const {
   add("w2_bias", impl_->w2_bias);
   return list;
 }
+// Static scales that are alike now may not be then.
+void CudaExperts::let_parts_change() {
+  if (MOESAIC_FAULT(cuda_experts_scales_stay_alike)) return;
+  impl_->own_scales_differ = impl_->plan.static_scales && impl_->problem.num_local_experts > 1;
+}
 std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
   if (!impl_->quantizes_rows() || has_slabs(impl_->problem)) return std::nullopt;
   return KeptRows{impl_->plan.format->rows, impl_->problem.hidden_size,

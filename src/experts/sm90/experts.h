@@ -135,6 +135,8 @@ class GpuExperts {
   virtual std::int64_t weight_bytes() const = 0;
   // As Experts::expert_parts, of the first `count` local experts: device memory.
   virtual std::vector<ExpertPart> expert_parts(std::int64_t count) const = 0;
+  // Weights and scales will be replaced in place (expert_parts). Before a call is captured.
+  virtual void let_parts_change() {}
   // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes; F32 slots.
   virtual bool takes_any_rows() const { return false; }
   // Of hidden states and results, in bytes.
@@ -208,6 +210,7 @@ class CudaExperts final : public GpuExperts {
   std::string_view name() const override;
   std::int64_t weight_bytes() const override;
   std::vector<ExpertPart> expert_parts(std::int64_t count) const override;
+  void let_parts_change() override;
   std::string_view determinism() const override;
   // kUnsupported: quantised or kept rows of another scheme.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const override;

@@ -60,6 +60,19 @@ Status check_row_count(const MoeProblem& problem) {
                                  problem.max_tokens, each));
 }
 
+namespace {
+
+// The kernel gathers rows by offsets of 32 bits, of 16 bytes each.
+Status check_gathered_rows(std::string_view what, std::int64_t rows, std::int64_t row_bytes) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 36;
+  const auto bytes = checked_mul(rows, row_bytes);
+  if (bytes && *bytes <= kMost) return {};
+  return unsupported(fmt::format("max_tokens: got {} {} of {} bytes each, need at most 2^36 bytes",
+                                 rows, what, row_bytes));
+}
+
+}  // namespace
+
 Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens,
                                                  std::int64_t capacity) {
   if (tokens < 0) {
@@ -70,8 +83,15 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(fitted));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, tokens));
-  ExpertsWorkspace::carve(problem_of_rows(fitted), plan, rows, capacity, arena);
+  const ExpertsWorkspace w =
+      ExpertsWorkspace::carve(problem_of_rows(fitted), plan, rows, capacity, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
+  const bool by_pair = plan.static_scales || plan.gathers_rows();
+  MOESAIC_RETURN_IF_ERROR(check_gathered_rows("rows of hidden states",
+                                              by_pair ? rows * problem_of_rows(fitted).top_k : rows,
+                                              plan.w13.row_bytes()));
+  MOESAIC_RETURN_IF_ERROR(
+      check_gathered_rows("rows of the intermediate", w.listed_rows, plan.w2.row_bytes()));
   return arena.used();
 }
 

@@ -21,7 +21,7 @@ struct CudaExperts::Impl {
   std::vector<Allocation> parts;
   Allocation w13_bias, w2_bias;
   PlacedWeights weights;  // pointers into these
-  // Static scales of hidden states that differ between experts.
+  // Static scales of hidden states that differ between experts, or may (let_parts_change).
   bool own_scales_differ = false;
   // Then a row is made for every pair. Of a call's scales only their number is known here.
   bool rows_per_pair(const CudaExpertsArgs& a) const {

@@ -55,10 +55,10 @@ struct ColumnFactors {
   }
   // kPrefetch: only brings them near.
   template <bool kPrefetch = false>
-  __device__ __forceinline__ void load_weights(const GroupedParams& p, const Item& item,
+  __device__ __forceinline__ void load_weights(const GroupedParams& p, const Item& item, int band,
                                                bool second, bool gated, int group, int quarter,
                                                int lane) {
-    const int band = second ? item.band - p.bands1 : item.band, g = lane >> 2;
+    const int g = lane >> 2;
     const int channel = gated ? band * 128 + group * 64 + quarter * 16 + g * 2
                               : band * 256 + group * 128 + quarter * 32 + g * 4;
     const float* const scales = weight_scales(p, second, gated, item.expert) + channel;

@@ -13,33 +13,38 @@
 #include "experts/sm90/epilogue_rows.cuh"
 #include "experts/sm90/finish.cuh"
 #include "experts/sm90/gemm_fp8_codes.cuh"
+#include "experts/sm90/gemm_items.cuh"
 #include "experts/sm90/gemm_products.cuh"
 #include "experts/sm90/gemm_shares.cuh"
 #include "permute/sm90/combine.cuh"
 
 namespace moesaic::cuda {
 
-// The consumer threads, after the stores of a GEMM2 item: the last item of a band (split builds: of
-// a slab) sums its columns of every token.
+// The consumer threads, after the stores of a GEMM2 item: the last item of a band sums its columns
+// of every token. `alone`: this warpgroup's, of a slab (as in split builds).
 template <class Format, class Tile>
 __device__ __forceinline__ void combine_band(const GroupedParams& p, const Shared<Format, Tile>& sh,
-                                             int band, int group) {
+                                             int band, int group, bool alone) {
   using L = Layout<Format, Tile>;
-  constexpr int kThreads = L::kEpilogueThreads;
-  constexpr int kRows = L::kSplit ? kBandRows / 2 : kBandRows;
-  constexpr int kTokenThreads = kRows / 8;
-  const int part = L::kSplit ? 2 * band + group : band;
-  const int thread = static_cast<int>(threadIdx.x);
-  ptx::named_barrier_sync(kRequantBarrier, kThreads);
+  const bool slab = L::kSplit || (L::kSlabItems && alone);
+  constexpr int kTokens = 8;  // at a time, a thread for 8 columns of each
+  const int rows = slab ? kBandRows / 2 : kBandRows, threads = rows;
+  static_assert(L::kEpilogueThreads == (L::kSplit ? kBandRows / 2 : kBandRows));
+  const int part = slab ? 2 * band + group : band;
+  const int place = L::kSlabItems && alone ? group : 0;
+  const int barrier = L::kSlabItems && alone ? kSlabBarrier + group : kRequantBarrier;
+  const int thread = static_cast<int>(threadIdx.x) - place * threads;
+  ptx::named_barrier_sync(barrier, threads);
   if (thread == 0) {
-    *sh.flag() = ptx::add_acq_rel(p.band_done + part, 1) + 1 == sh.num_groups(p) ? 1 : 0;
+    *sh.flag(place) = ptx::add_acq_rel(p.band_done + part, 1) + 1 == sh.num_groups(p) ? 1 : 0;
   }
-  ptx::named_barrier_sync(kRequantBarrier, kThreads);
-  if (*sh.flag() == 0) return;
-  const std::int64_t column = static_cast<std::int64_t>(part) * kRows + thread % kTokenThreads * 8;
+  ptx::named_barrier_sync(barrier, threads);
+  if (*sh.flag(place) == 0) return;
+  const std::int64_t column =
+      static_cast<std::int64_t>(part) * rows + thread % (rows / kTokens) * 8;
   if (column >= p.hidden) return;
   const CombineParams c = sh.combine(p);
-  for (std::int64_t t = thread / kTokenThreads; t < c.tokens; t += kThreads / kTokenThreads)
+  for (std::int64_t t = thread / (rows / kTokens); t < c.tokens; t += kTokens)
     combine_columns<FormatSizes<Format>::kWideResult>(c, t, column);
 }
 
@@ -62,6 +67,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
                                              const Item& item, int group, int warp, int lane) {
   using L = Layout<Format, Tile>;
   const bool second = item.band >= p.bands1;
+  const auto band = [&] { return second ? band_of_w2<L::kSlabItems>(p, item) : item.band; };
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
   constexpr bool kWide = FormatSizes<Format>::kWideResult;
@@ -82,15 +88,16 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       if (sh.weight_of_row(p) != nullptr) ptx::prefetch_l1(sh.weight_of_row(p) + at);
     }
     if constexpr (kFactors) {
-      factors.template load_weights<true>(p, item, second, Epilogue::kGated && !second, group,
-                                          warp & 3, lane);
+      factors.template load_weights<true>(p, item, band(), second, Epilogue::kGated && !second,
+                                          group, warp & 3, lane);
     }
     const bool has_sums =
         multiply_codes<Format, Tile, kColumns>(p, sh, ring, sent, second, group, warp, lane, acc);
     if (!has_sums) return;
   }
   if constexpr (kFactors) {
-    factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
+    factors.load_weights(p, item, band(), second, Epilogue::kGated && !second, group, warp & 3,
+                         lane);
     if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
   }
   const auto multiply = [&](int chunks, bool scale_by_row_half) {
@@ -118,14 +125,14 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factors.load_tokens(p, place_of_row, item, true, lane);
       float finished[2][kColumns / 2];
       finish_columns<kColumns>(factors, lane, acc, finished);
-      store_weighted<kWide, kStreams, kColumns>(p, item.expert, item.band - p.bands1, group,
-                                                warp & 3, lane, pair, factor, finished);
+      store_weighted<kWide, kStreams, kColumns>(p, item.expert, band(), group, warp & 3, lane, pair,
+                                                factor, finished);
     } else {
-      store_weighted<kWide, kStreams, kColumns>(p, item.expert, item.band - p.bands1, group,
-                                                warp & 3, lane, pair, factor, acc);
+      store_weighted<kWide, kStreams, kColumns>(p, item.expert, band(), group, warp & 3, lane, pair,
+                                                factor, acc);
     }
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
-      combine_band(p, sh, item.band - p.bands1, group);
+      combine_band(p, sh, band(), group, takes_slabs<Format, Tile>(p, sh.num_groups(p)));
   } else {
     multiply(p.chunks1, Epilogue::kGated);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
@@ -222,7 +229,11 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     }
   }
   while (true) {
-    const Item item = take_item(sh, slot, lane);
+    Item item = take_item(sh, slot, lane);
+    while (L::kSlabItems && is_slab(item) && ((item.band - p.bands1) & 1) != group) {
+      pass_item(sh, ring, p.chunks2, lane);
+      item = take_item(sh, slot, lane);
+    }
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
       consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,

@@ -14,14 +14,18 @@ namespace moesaic::cuda {
 inline constexpr int kTokenWarps = 3;
 inline constexpr int kGroupWarps = 4;      // of a consumer warpgroup
 inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
+inline constexpr int kSlabBarrier = 8;     // and the next: of those of a slab's epilogue
 inline constexpr int kItemSlots = 4;
 inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
 inline constexpr int kRowsOrientation = 96;
 
+// In Item::band, behind bands1: a slab of w2, not a band.
+inline constexpr std::int32_t kOneSlab = 1 << 30;
+
 // A work item as the roles read it. band < 0 ends the kernel.
 struct Item {
-  std::int32_t band;  // GEMM1: band; GEMM2: band + bands1
+  std::int32_t band;  // GEMM1: band; GEMM2: band + bands1, or slab + kOneSlab + bands1
   std::int32_t expert, first_row, rows, group;
 };
 
@@ -99,6 +103,11 @@ struct Layout {
   static constexpr int kAmaxBytes =
       kHasAmax ? (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns : 0;
   static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
+  // Where all bands of GEMM2 are fewer than half of the CTAs, an item of it is a slab: of few tokens
+  // of models with few or wide experts (gpt-oss, Mixtral, Llama 4). Not of decoded weights whose sums
+  // are taken out: it costs them registers, and others' few tokens 3 %.
+  static constexpr bool kSlabItems = kMakesList && !kSplit && !Tile::kPaired &&
+                                     (Format::Weights::kTokensAsRows || !Format::Promote::kParts);
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   // Sums of second blocks, on their way to the epilogue.
   static constexpr int kSentBytes =
@@ -171,7 +180,7 @@ struct Layout {
   static constexpr int kProducerRegisters =
       kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
   static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
-  static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
+  static_assert(kItemSlots * sizeof(Item) + 8 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
 // Position in a ring of N slots, with the parity its barriers have there. Where N is a power of two
@@ -221,10 +230,11 @@ struct Shared {
   __device__ __forceinline__ Item* items() const {
     return reinterpret_cast<Item*>(generic + L::kOffsetItems);
   }
-  // Behind the items, which leave part of their slots' space unused.
-  __device__ __forceinline__ volatile std::uint32_t* flag() const {
+  // Behind the items, which leave part of their slots' space unused: of a band or of a slab.
+  __device__ __forceinline__ volatile std::uint32_t* flag(int slab) const {
     return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
-                                                     kItemSlots * sizeof(Item));
+                                                     kItemSlots * sizeof(Item)) +
+           slab;
   }
   // Indices of items that the first CTA of a pair takes for both: the end of the items' space.
   __device__ __forceinline__ std::uint32_t index_at(std::uint32_t s) const {

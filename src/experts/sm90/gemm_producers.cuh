@@ -22,7 +22,9 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const std::uint32_t num_groups = sh.num_groups(p);
   const GroupRecord* const groups = sh.groups(p);
   const std::uint32_t items1 = num_groups * static_cast<std::uint32_t>(p.bands1);
-  const std::uint32_t total = items1 + num_groups * static_cast<std::uint32_t>(p.bands2);
+  const bool one_slab = takes_slabs<Format, Tile>(p, num_groups);
+  const std::uint32_t total =
+      items1 + num_groups * static_cast<std::uint32_t>(one_slab ? p.slabs2 : p.bands2);
   constexpr bool kCluster = Tile::kPaired || L::kSplit;
   const std::uint32_t cta = kCluster ? ptx::cluster_cta_rank() : 0;
   const std::uint32_t workers = kCluster ? gridDim.x / 2 : gridDim.x;
@@ -55,6 +57,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   };
   const auto slabs_of = [&](const Item& item) {
     const bool second = item.band >= p.bands1;
+    if (second && one_slab) return 1;
     return min(2, second ? p.slabs2 - 2 * (item.band - p.bands1) : p.slabs1 - 2 * item.band);
   };
   const auto publish = [&](const Item& item) {
@@ -67,7 +70,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   };
   const Item end = {-1, 0, 0, 0, 0};
   const auto decode = [&](std::uint32_t i) {
-    return i < total ? decode_item<Tile>(p, groups, i, items1, cta) : end;
+    return i < total ? decode_item<Tile>(p, groups, i, items1, cta, one_slab) : end;
   };
   RingPosition<L::kStages> last;  // stage that was requested
   enum : std::uint8_t { kNone, kGemm1, kGemm2 } before = kNone;
@@ -77,7 +80,12 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   publish(item);
   while (item.band >= 0) {
     const bool second = item.band >= p.bands1;
-    const int band = second ? item.band - p.bands1 : item.band;
+    int band = second ? item.band - p.bands1 : item.band;
+    int slab = 0;  // of the band, the first that is loaded
+    if (second && one_slab) {
+      slab = band & 1;
+      band = (band & ~kOneSlab) >> 1;
+    }
     const int chunks = second ? p.chunks2 : p.chunks1;
     const int bands = second ? p.bands2 : p.bands1;
     const int slabs = slabs_of(item);
@@ -87,6 +95,9 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const float* scale = (second ? p.weights.w2_scale : p.weights.w13_scale) +
                          first * (Format::WeightScales::kStageBytes / 4);
     if (L::kSplit) src += static_cast<int>(cta) * slab_bytes;
+    if (L::kSlabItems) src += slab * slab_bytes;
+    MOESAIC_CUDA_FAULT(cuda_slabs_have_the_weights_of_the_first, src -= slab * slab_bytes;)
+    const auto place = static_cast<std::uint32_t>(L::kSlabItems ? slab * slab_bytes : 0);
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
     if (L::kSplit && second && !absent) {
       // Every CTA waits for GEMM1, so its weights come first: those of GEMM2 are requested when
@@ -117,7 +128,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
 #pragma unroll
         for (int i = 0; i < L::kStageChunks; ++i) {
           if (i > 0 && i >= count) break;
-          ptx::bulk_load(sh.weights(ring.slot(), i), src, bytes, bar, policy);
+          ptx::bulk_load(sh.weights(ring.slot(), i) + place, src, bytes, bar, policy);
           src += 2 * slab_bytes;
         }
       }

@@ -72,6 +72,19 @@ struct StageReader {
   }
 };
 
+// Hands back the stages of an item that is another warpgroup's.
+template <class Format, class Tile>
+__device__ __forceinline__ void pass_item(const Shared<Format, Tile>& sh,
+                                          RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                          int chunks, int lane) {
+  using L = Layout<Format, Tile>;
+  const StageReader<Format, Tile> stage{sh, ring, lane};
+  for (int left = chunks; left > 0; left -= L::next_chunks(left)) {
+    ptx::mbarrier_wait(sh.full(ring.slot()), ring.parity());
+    stage.release_and_advance();
+  }
+}
+
 // Distances of neighbouring chunks' tiles from those of the first chunk of stage 0, in units of
 // descriptors.
 template <int kCount>

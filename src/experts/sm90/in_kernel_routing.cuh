@@ -230,7 +230,8 @@ __device__ __forceinline__ void prepare_routing(const GroupedParams& p, SharedLi
 }
 
 // Ids and weights of all tokens into the list; the first CTA also into memory, for others. All
-// threads of the CTA, whose warps the tokens share evenly.
+// threads of the CTA, whose warps the tokens share evenly: 20 warps of three tokens leave two that
+// have no columns, but pass the barriers.
 template <int kThreads>
 __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList& list) {
   const RouteParams& r = p.own_list.route;
@@ -242,6 +243,10 @@ __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList&
   s.part = warp - s.token * s.warps;
   s.first = s.part * 32 + s.lane;
   s.step = s.warps * 32;
+  static_assert((kThreads / 32 - 1) / (kThreads / 32 / 3) < kRouteTokens);
+  bool spare = s.token >= static_cast<int>(r.tokens);
+  MOESAIC_CUDA_FAULT(cuda_routing_in_the_kernel_routes_a_token_more, spare = false;)
+  if (spare) s.part = s.warps, s.first = r.columns;
   RoutedToken& t = list.routed[s.token];
   score_columns(r, s, list.biases, t);
   const bool grouped = r.method == RoutingMethod::kGroupedTopK;

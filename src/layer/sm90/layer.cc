@@ -59,6 +59,7 @@ Status CudaLayer::Impl::create_experts(const layer::EngineParts& parts) {
                                       o.ranks.eplb_window, std::move(memory)));
     layer::SlotSource slots(*routed, balancer->local_experts());
     MOESAIC_ASSIGN_OR_RETURN(experts, chosen.routed->create(plan.routed, slots, device));
+    experts->let_parts_change();
     return {};
   }
   if (!joins) {
@@ -180,6 +181,7 @@ layer::ExpertBalancer* CudaLayer::balancer() const { return impl_->balancer.get(
 Result<std::vector<ExpertPart>> CudaLayer::expert_parts() const {
   try {
     if (!impl_->experts) return std::vector<ExpertPart>();
+    impl_->experts->let_parts_change();
     return impl_->experts->expert_parts(impl_->plan.routed.num_local_experts);
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory, "get_expert_weights: cannot allocate the list");

@@ -62,7 +62,9 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
       fits = made.status();
     }
     // All ranks are refused, or none.
-    if (ranks.engine == RankEngine::kPeerWindows || fits.code() != StatusCode::kUnsupported) {
+    const bool too_many = fits.code() == StatusCode::kLimitExceeded;  // rows for a window
+    if (ranks.engine == RankEngine::kPeerWindows ||
+        (fits.code() != StatusCode::kUnsupported && !too_many)) {
       return fits;
     }
     if (ranks.pair_capacity > 0) {

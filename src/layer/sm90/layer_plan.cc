@@ -69,7 +69,10 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
 }
 
 bool takes_any_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
-  const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
+  const bool routes = plan.routing.method == RoutingMethod::kCustom &&
+                      !MOESAIC_FAULT(cuda_layer_routes_by_rows_of_any_dtype);
+  const bool bf16_function =
+      routes || plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
   const bool travel = !plan.ranks.active || row_dtype(plan.routed) != DType::kBF16;
   return travel && !bf16_function && chosen.all_wide();
 }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "permute/sm90/align.h"
 #include "prepare_finalize/predicates.h"
@@ -26,6 +27,9 @@ std::string_view row_name(DType row) {
 }
 
 bool travels_as_codes(const MoeProblem& problem) {
+  // A row is quantised once for all of its experts: not times the weight of each.
+  const bool weighted = problem.apply_router_weight_on_input && problem.top_k > 1;
+  if (weighted && !MOESAIC_FAULT(cuda_codes_travel_with_one_weight)) return false;
   return problem.quant.kind == ComputeScheme::kFp8Block && row_dtype(problem) == DType::kBF16;
 }
 
