@@ -47,6 +47,10 @@ class Verify(ToolTest):
                     self.assertLessEqual(item["rel_l2"], item["bound"])
                     self.assertGreater(item["cosine"], 0.9999)
                     self.assertEqual(value["worst_rel_l2"], item["rel_l2"])
+                    for key in ("router_logits", "topk_weights"):
+                        self.assertGreater(item[key]["rel_l2"], 0)
+                        self.assertLess(item[key]["bound"], 1e-4)
+                        self.assertLess(item[key]["rel_l2"], 0.1 * item[key]["bound"])
                     if quant == "f32":
                         self.assertLess(item["topk_weight_max_abs"], 1e-5)
 
@@ -108,6 +112,68 @@ class Verify(ToolTest):
         value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, code=FAILED)
         self.assertEqual(value["layers"][0]["topk_mismatches"], 1)
 
+    def edited_floats(self, name, change, dtype="F32"):
+        """The golden file of mini-qwen3-moe with change(list of a router tensor's floats), written as dtype."""
+
+        def edit(tensors, prefix):
+            _, shape, data = tensors[prefix + name]
+            values = change(list(struct.unpack(f"<{len(data) // 4}f", data)))
+            packed = struct.pack(f"<{len(values)}f", *values)
+            if dtype == "BF16":  # to nearest
+                words = struct.unpack(f"<{len(values)}I", packed)
+                packed = struct.pack(f"<{len(values)}H", *((w + 0x7FFF + (w >> 16 & 1)) >> 16 for w in words))
+            tensors[prefix + name] = (dtype, shape, packed)
+
+        return self.edited_golden("mini-qwen3-moe", edit)
+
+    def test_router_weights_and_logits_count(self):
+        model = MODELS / "mini-qwen3-moe"
+
+        def softmax(logits):
+            scores = []
+            for i in range(0, len(logits), 16):
+                e = [math.exp(x) for x in logits[i : i + 16]]
+                scores += [x / sum(e) for x in e]
+            return scores
+
+        def one(values, by):
+            return values[:9] + [values[9] * by] + values[10:]
+
+        cases = (
+            (".gate.out1", "topk_weights", lambda v: v, OK),
+            (".gate.out1", "topk_weights", lambda v: [math.nan] * len(v), FAILED),
+            (".gate.out1", "topk_weights", lambda v: one(v, math.nan), FAILED),
+            (".gate.out1", "topk_weights", lambda v: one(v, math.inf), FAILED),
+            (".gate.out1", "topk_weights", lambda v: [2 * x for x in v], FAILED),
+            (".gate.out1", "topk_weights", lambda v: one(v, 1.01), FAILED),
+            (".gate.out0", "router_logits", lambda v: one(v, math.nan), FAILED),
+            (".gate.out0", "router_logits", lambda v: [1.001 * x for x in v], FAILED),
+            (".gate.out0", "router_logits", softmax, OK),  # what some routers return by that name
+        )
+        for name, key, change, code in cases:
+            with self.subTest(name=name, code=code):
+                golden = self.edited_floats(name, change)
+                value = self.json_of("verify", "--model", model, "--golden", golden, code=code)
+                self.assertIs(value["pass"], code == OK)
+                item = value["layers"][0]
+                self.assertEqual(item["topk_mismatches"], 0)
+                self.assertIs(item[key]["rel_l2"] <= item[key]["bound"], code == OK)
+        # The first NaN stays the worst, and no number hides it.
+        golden = self.edited_floats(".gate.out1", lambda v: one(v, math.nan))
+        item = self.json_of("verify", "--model", model, "--golden", golden, code=FAILED)["layers"][0]
+        self.assertEqual((item["topk_weight_max_abs"], item["topk_weights"]["rel_l2"]), (sys.float_info.max,) * 2)
+        self.assertIn("topk_weights: rel_l2 nan", run("verify", "--model", model, "--golden", golden).stdout)
+
+    def test_router_tensors_may_be_rounded(self):
+        model = MODELS / "mini-qwen3-moe"
+        for name, key in ((".gate.out1", "topk_weights"), (".gate.out0", "router_logits")):
+            with self.subTest(name):
+                golden = self.edited_floats(name, lambda v: v, "BF16")
+                item = self.json_of("verify", "--model", model, "--golden", golden)["layers"][0]
+                self.assertGreater(item[key]["rel_l2"], 1e-4)
+                golden = self.edited_floats(name, lambda v: [1.02 * x for x in v], "BF16")
+                self.json_of("verify", "--model", model, "--golden", golden, code=FAILED)
+
     def test_without_router_tensors_float64_decides(self):
         def edit(tensors, prefix):
             for key in [key for key in tensors if ".gate." in key]:
@@ -130,6 +196,9 @@ class Verify(ToolTest):
         def drop(tensors, prefix):
             del tensors[prefix + ".output"]
 
+        def drop_ids(tensors, prefix):
+            del tensors[prefix + ".gate.out2"]
+
         cases = {
             "input of another width": (reshape(".input", "F32", [2, 3], bytes(24)), ".input"),
             "input of rank 1": (reshape(".input", "F32", [256], bytes(1024)), ".input"),
@@ -139,6 +208,10 @@ class Verify(ToolTest):
             "integer output": (reshape(".output", "I32", [256, 256], bytes(4 * 256 * 256)), ".output"),
             "ids of another shape": (reshape(".gate.out2", "I32", [256, 3], bytes(4 * 256 * 3)), ".gate.out2"),
             "float ids": (reshape(".gate.out2", "F32", [256, 4], bytes(4 * 256 * 4)), ".gate.out2"),
+            "weights of another shape": (reshape(".gate.out1", "F32", [255, 4], bytes(4 * 255 * 4)), ".gate.out1"),
+            "integer weights": (reshape(".gate.out1", "I32", [256, 4], bytes(4 * 256 * 4)), "floating"),
+            "weights without ids": (drop_ids, ".gate.out1"),
+            "logits of another shape": (reshape(".gate.out0", "F32", [256, 4], bytes(4 * 256 * 4)), ".gate.out0"),
             "no pair": (drop, "need at least one"),
         }
         for name, (edit, word) in cases.items():

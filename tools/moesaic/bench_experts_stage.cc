@@ -9,6 +9,7 @@
 #include "bench_parts.h"
 #include "bench_random.h"
 #include "bench_reference.h"
+#include "layer_io.h"
 #include "moesaic/modular_kernel.h"
 #include "options.h"
 

@@ -40,10 +40,6 @@ DType row_dtype(const BenchSettings& settings) {
   return settings.options.device.is_cuda() && own == DType::kF32 ? DType::kBF16 : own;
 }
 
-double rounding_of(DType dtype) {
-  return std::ldexp(1.0, dtype == DType::kF32 ? -24 : dtype == DType::kF16 ? -11 : -8);
-}
-
 MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads) {
   MoeProblem p;
   p.num_experts = p.num_local_experts = spec.num_experts;

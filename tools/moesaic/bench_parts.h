@@ -24,8 +24,6 @@ int rotations_for(std::int64_t tokens, const BenchSettings& settings);
 
 // Of hidden states and results: the layer's own; of layers of F32 on a device bf16.
 DType row_dtype(const BenchSettings& settings);
-// The largest relative error of rounding to it.
-double rounding_of(DType dtype);
 
 MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads);
 

@@ -4,12 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <optional>
 
+#include "golden_router.h"
 #include "layer_io.h"
 #include "options.h"
-#include "routing_oracle.h"
 
 namespace moesaic::tool {
 namespace {
@@ -44,84 +43,6 @@ int layer_of(std::string_view prefix) {
   return layer >= 0 ? layer : layer_after(prefix, "blocks.");  // DBRX
 }
 
-// Golden ids [M, k] widened to int32, when the file has them for this block.
-Result<std::optional<Tensor>> read_golden_ids(const TensorFile& golden, const std::string& prefix,
-                                              std::int64_t tokens, std::int64_t top_k) {
-  for (const char* gate : {".gate.out2", ".router.out2"}) {
-    const std::string name = prefix + gate;
-    if (!golden.contains(name)) continue;
-    MOESAIC_ASSIGN_OR_RETURN(Tensor ids, golden.read(name));
-    MOESAIC_RETURN_IF_ERROR(expect_shape(name, ids.view(), {tokens, top_k}));
-    if (ids.dtype() == DType::kI32) return std::optional<Tensor>(std::move(ids));
-    if (ids.dtype() != DType::kI64) {
-      return Status(StatusCode::kInvalidDType,
-                    fmt::format("{}: got {}, need I32 or I64", name, dtype_name(ids.dtype())));
-    }
-    MOESAIC_ASSIGN_OR_RETURN(Tensor narrow, Tensor::uninitialized(DType::kI32, {tokens, top_k}));
-    for (std::int64_t i = 0; i < tokens * top_k; ++i) {
-      const std::int64_t id = ids.as<std::int64_t>()[i];
-      const bool fits = id >= 0 && id <= std::numeric_limits<std::int32_t>::max();
-      narrow.as<std::int32_t>()[i] = fits ? static_cast<std::int32_t>(id) : -1;
-    }
-    return std::optional<Tensor>(std::move(narrow));
-  }
-  return std::optional<Tensor>();
-}
-
-// Routing weights [M, k] of the same slots; absent or odd ones are not compared.
-std::vector<double> read_golden_weights(const TensorFile& golden, const std::string& prefix,
-                                        std::int64_t tokens, std::int64_t top_k) {
-  for (const char* gate : {".gate.out1", ".router.out1"}) {
-    if (!golden.contains(prefix + gate)) continue;
-    const Result<Tensor> weights = golden.read(prefix + gate);
-    if (weights.ok() && weights->shape() == Shape{tokens, top_k})
-      return to_doubles(weights->view());
-  }
-  return {};
-}
-
-// Compares the choice of experts token by token; returns which tokens leave the output comparison.
-std::vector<char> compare_routing(const LayerOutput& got, const std::optional<Tensor>& golden_ids,
-                                  std::span<const double> golden_weights,
-                                  std::span<const double> hidden, std::int64_t hidden_size,
-                                  std::optional<RoutingOracle>& oracle, LayerReport& report) {
-  std::vector<char> excluded(static_cast<std::size_t>(report.tokens), 0);
-  const auto top_k = static_cast<std::size_t>(got.topk_ids.shape()[1]);
-  report.topk_source = golden_ids ? "golden" : oracle ? "float64" : "none";
-  if (!golden_ids && !oracle) return excluded;
-  for (std::size_t token = 0; token < excluded.size(); ++token) {
-    const std::span<const std::int32_t> ours(got.topk_ids.as<std::int32_t>() + token * top_k,
-                                             top_k);
-    std::span<const std::int32_t> theirs = ours;
-    if (golden_ids) {
-      theirs = {golden_ids->as<std::int32_t>() + token * top_k, top_k};
-      if (std::is_permutation(ours.begin(), ours.end(), theirs.begin(), theirs.end())) {
-        for (std::size_t i = 0; i < top_k && !golden_weights.empty(); ++i) {
-          const auto slot = static_cast<std::size_t>(
-              std::find(theirs.begin(), theirs.end(), ours[i]) - theirs.begin());
-          const double weight = got.topk_weights.as<float>()[token * top_k + i];
-          report.topk_weight_max_abs = std::max(
-              report.topk_weight_max_abs, std::abs(weight - golden_weights[token * top_k + slot]));
-        }
-        continue;
-      }
-    }
-    bool explained = false;
-    if (oracle) {
-      const auto width = static_cast<std::size_t>(hidden_size);
-      oracle->set_token(hidden.subspan(token * width, width));
-      explained = oracle->possible(ours) && oracle->possible(theirs);
-    }
-    if (!explained) {
-      ++report.topk_mismatches;
-    } else if (golden_ids) {
-      ++report.near_ties;
-      excluded[token] = 1;
-    }
-  }
-  return excluded;
-}
-
 // The bound for rows like these.
 void bound_output(const FusedMoE& layer, std::span<const RowNumerics> numerics,
                   std::span<const double> want, std::size_t width, std::span<const char> excluded,
@@ -153,15 +74,37 @@ void compare_output(std::span<const double> got, std::span<const double> want, s
       got2 += got[i] * got[i];
       want2 += want[i] * want[i];
       dot += got[i] * want[i];
-      // max() would drop a NaN.
-      if (!(std::abs(difference) <= report.max_abs)) report.max_abs = std::abs(difference);
+      keep_worst(report.max_abs, std::abs(difference));
     }
   }
   report.rel_l2 = std::sqrt(error / want2);
   report.cosine = dot / std::sqrt(got2 * want2);
 }
 
+// Of the layer's logits, as its options say; 0 when they stay fp32 sums.
+double rounding_of_logits(const FusedMoE::Options& options, DType gate_weight) {
+  double rounding = 0;
+  if (options.router_logits_dtype != DType::kF32) {
+    rounding += rounding_of(options.router_logits_dtype);
+  }
+  if (!options.gate_force_fp32_compute && gate_weight != DType::kF32) {
+    rounding += rounding_of(gate_weight);
+  }
+  return rounding;
+}
+
 }  // namespace
+
+void keep_worst(double& worst, double value) {
+  if (!(value <= worst) && !std::isnan(worst)) worst = value;
+}
+
+bool Comparison::pass() const { return rel_l2 <= bound && std::isfinite(bound); }
+
+void LayerReport::judge() {
+  pass = Comparison{rel_l2, bound}.pass() && topk_mismatches == 0 &&
+         (!router_logits || router_logits->pass()) && (!topk_weights || topk_weights->pass());
+}
 
 Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file) {
   std::vector<GoldenBlock> blocks;
@@ -184,9 +127,11 @@ Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file) {
   return blocks;
 }
 
-static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const TensorFile& golden,
-                                         const GoldenBlock& block, const FusedMoE::Options& options,
-                                         Origin& origin, bool with_shared_beside) {
+namespace {
+
+Result<LayerReport> compare_block(const Checkpoint& checkpoint, const TensorFile& golden,
+                                  const GoldenBlock& block, const FusedMoE::Options& options,
+                                  Origin& origin, bool with_shared_beside) {
   origin = Origin::kFile;
   MOESAIC_ASSIGN_OR_RETURN(const MoeLayerSpec spec, checkpoint.layer(block.layer));
   const std::string input_name = block.prefix + std::string(kInput);
@@ -208,11 +153,11 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
                   fmt::format("{}: got {}, need a floating dtype such as F32", output_name,
                               dtype_name(want_tensor.dtype())));
   }
-  MOESAIC_ASSIGN_OR_RETURN(
-      const std::optional<Tensor> ids,
-      read_golden_ids(golden, block.prefix, report.tokens, spec.routing.top_k));
-  const std::vector<double> weights =
-      read_golden_weights(golden, block.prefix, report.tokens, spec.routing.top_k);
+  MOESAIC_ASSIGN_OR_RETURN(const GoldenRouter router,
+                           read_golden_router(golden, block.prefix, report.tokens, spec));
+  origin = Origin::kOption;
+  MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(spec));
+  origin = Origin::kFile;
 
   MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights loaded,
                            checkpoint.load_layer(block.layer, options.parallel, options.progress));
@@ -220,6 +165,8 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
     loaded.spec.shared = {};
     loaded.shared = nullptr;
   }
+  MOESAIC_ASSIGN_OR_RETURN(GateOracle gate, GateOracle::create(spec, loaded.tensors));
+  const double logits_rounding = rounding_of_logits(options, loaded.tensors.gate_weight.dtype());
   std::optional<RoutingOracle> oracle;
   if (Result<RoutingOracle> made = RoutingOracle::create(spec, loaded.tensors); made.ok()) {
     oracle = std::move(made).value();
@@ -227,15 +174,19 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
     return made.status();
   }
   origin = Origin::kOption;
-  MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(spec));
   MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, FusedMoE::create(std::move(loaded), options));
   MOESAIC_ASSIGN_OR_RETURN(LayerOutput got, make_layer_output(spec, report.tokens, DType::kF32));
   std::vector<RowNumerics> numerics(static_cast<std::size_t>(report.tokens));
-  MOESAIC_RETURN_IF_ERROR(forward(layer, input, got, numerics));
+  Tensor logits;
+  if (router.logits) {
+    const std::int64_t columns = spec.num_experts + spec.routing.num_zero_experts;
+    MOESAIC_ASSIGN_OR_RETURN(logits, Tensor::zeros(DType::kF32, {report.tokens, columns}));
+  }
+  MOESAIC_RETURN_IF_ERROR(forward(layer, input, got, numerics, logits.view()));
 
   const std::vector<double> hidden = to_doubles(input.view());
   const std::vector<char> excluded =
-      compare_routing(got, ids, weights, hidden, spec.hidden_size, oracle, report);
+      compare_router(router, {spec, got, logits, hidden, logits_rounding}, gate, oracle, report);
   compare_output(to_doubles(got.output.view()), want, static_cast<std::size_t>(spec.hidden_size),
                  excluded, report);
   bound_output(layer, numerics, want, static_cast<std::size_t>(spec.hidden_size), excluded, report);
@@ -243,11 +194,11 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
   report.device = layer.device().to_string();
   report.backend = layer.experts_backend();
   report.backend_note = slow_backend_note(layer);
-  // Written so that a NaN fails, and a bound that is none.
-  report.pass =
-      report.rel_l2 <= report.bound && std::isfinite(report.bound) && report.topk_mismatches == 0;
+  report.judge();
   return report;
 }
+
+}  // namespace
 
 // Where the shared expert lies beside the block, recorded outputs may have it or not: hooks on the
 // block see it alone, implementations that fuse both see the sum.

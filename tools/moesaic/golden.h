@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,15 @@ struct GoldenBlock {
 // Blocks in ascending order of layers. kNotFound when the file has none.
 Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file);
 
+// An error and what it may be, both relative to the recorded values.
+struct Comparison {
+  double rel_l2 = 0, bound = 0;
+  bool pass() const;  // not with a NaN, nor with a bound that is none
+};
+
+// The larger of the two; a NaN becomes, and stays, the worst.
+void keep_worst(double& worst, double value);
+
 struct LayerReport {
   int layer = -1;
   std::int64_t tokens = 0;
@@ -30,8 +40,10 @@ struct LayerReport {
   // Tokens whose experts differ where both choices are within rounding; they do not enter rel_l2,
   // because another expert legitimately gives another output.
   std::int64_t near_ties = 0;
-  std::string topk_source;         // "golden", "float64" or "none"
-  double topk_weight_max_abs = 0;  // largest difference of a routing weight, golden ids only
+  std::string topk_source;  // "golden", "float64" or "none"
+  // Where the golden has them: router logits, and the weights of tokens with the golden's experts.
+  std::optional<Comparison> router_logits, topk_weights;
+  double topk_weight_max_abs = 0;  // largest difference of such a weight
   // In force, relative to the output like rel_l2: the documented one, or one computed from what
   // rounding did to these rows (numerics.h) where that is beyond it; times `cancellation`.
   double bound = 0;
@@ -44,6 +56,9 @@ struct LayerReport {
   bool pass = false;
   std::string quant, device, backend;
   std::string backend_note;  // slow_backend_note of the layer
+
+  // Sets `pass`: everything that was compared is within its bound, and no choice is wrong.
+  void judge();
 };
 
 // Runs the block's layer and compares. On failure `origin` tells whether a file or an option

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <filesystem>
 
 #include "core/refusal.h"
@@ -58,8 +59,9 @@ Status write_layer_output(const ResultFile& file, const LayerOutput& result) {
 }
 
 Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
-               std::span<RowNumerics> numerics) {
+               std::span<RowNumerics> numerics, TensorView logits) {
   FusedMoE::Trace trace;
+  trace.router_logits = logits;
   trace.topk_ids = result.topk_ids.view();
   trace.topk_weights = result.topk_weights.view();
   trace.numerics = numerics;
@@ -133,6 +135,10 @@ std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_e
     if (ids[i] >= 0 && ids[i] < num_experts) ++load[static_cast<std::size_t>(ids[i])];
   }
   return load;
+}
+
+double rounding_of(DType dtype) {
+  return std::ldexp(1.0, dtype == DType::kF32 ? -24 : dtype == DType::kF16 ? -11 : -8);
 }
 
 std::vector<double> to_doubles(const ConstTensorView& tensor) {

@@ -40,8 +40,9 @@ Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tok
 // Writes output, topk_ids and topk_weights.
 Status write_layer_output(const ResultFile& file, const LayerOutput& result);
 //   numerics  empty, or one per row: FusedMoE::Trace::numerics
+//   logits    absent, or [M, E + identity experts] F32: FusedMoE::Trace::router_logits
 Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
-               std::span<RowNumerics> numerics = {});
+               std::span<RowNumerics> numerics = {}, TensorView logits = {});
 
 struct Timing {
   double median_us = 0;
@@ -56,6 +57,9 @@ Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, 
 
 // How often each logical expert was chosen; ids outside [0, num_experts) are not counted.
 std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts);
+
+// The largest relative error of rounding to a floating dtype of 16 or 32 bits.
+double rounding_of(DType dtype);
 
 // F64, F32, BF16, F16 as they are, every other floating dtype through fp32; empty for integers.
 std::vector<double> to_doubles(const ConstTensorView& tensor);

@@ -11,7 +11,6 @@
 namespace moesaic::tool {
 namespace {
 
-constexpr double kF32Rounding = 0x1p-24;
 // Scoring functions in fp32: exp, division and square root, each good to a few units in the last
 // place.
 constexpr double kScoringRounding = 16 * kF32Rounding;
@@ -37,23 +36,17 @@ Result<RoutingOracle> RoutingOracle::create(const MoeLayerSpec& spec,
                   fmt::format("routing method {}: no float64 oracle for its choice",
                               routing_method_name(spec.routing.method)));
   }
-  RoutingOracle oracle;
+  MOESAIC_ASSIGN_OR_RETURN(GateOracle gate, GateOracle::create(spec, tensors));
+  RoutingOracle oracle(std::move(gate));
   oracle.routing_ = spec.routing;
-  oracle.hidden_size_ = spec.hidden_size;
-  oracle.input_norm_eps_ = spec.input_norm_eps;
-  oracle.weight_ = to_doubles(tensors.gate_weight.view());
-  if (tensors.gate_bias.present()) oracle.bias_ = to_doubles(tensors.gate_bias.view());
   if (tensors.e_score_correction_bias.present()) {
     oracle.correction_ = to_doubles(tensors.e_score_correction_bias.view());
   }
-  const auto experts = static_cast<std::size_t>(spec.routing.num_experts);
-  const auto hidden = static_cast<std::size_t>(spec.hidden_size);
-  if (oracle.weight_.size() != experts * hidden ||
-      (!oracle.bias_.empty() && oracle.bias_.size() != experts) ||
-      (!oracle.correction_.empty() && oracle.correction_.size() != experts)) {
+  const std::size_t experts = oracle.gate_.num_logits();
+  if (!oracle.correction_.empty() && oracle.correction_.size() != experts) {
     return Status(StatusCode::kInvalidShape,
-                  fmt::format("gate weight: got {}, need [{}, {}] with biases of [{}]",
-                              tensors.gate_weight.shape().to_string(), experts, hidden, experts));
+                  fmt::format("e_score_correction_bias: got {}, need [{}]",
+                              tensors.e_score_correction_bias.shape().to_string(), experts));
   }
   oracle.scores_.resize(experts);
   oracle.margins_.resize(experts);
@@ -61,32 +54,8 @@ Result<RoutingOracle> RoutingOracle::create(const MoeLayerSpec& spec,
 }
 
 void RoutingOracle::set_token(std::span<const double> hidden_state) {
-  const std::size_t experts = scores_.size();
-  std::vector<double> logits(experts), margins(experts);
-  double norm = 1;
-  if (input_norm_eps_ > 0) {
-    double squares = 0;
-    for (const double x : hidden_state) squares += x * x;
-    norm = 1 / std::sqrt(squares / static_cast<double>(hidden_size_) + input_norm_eps_);
-  }
-  for (std::size_t e = 0; e < experts; ++e) {
-    const double* row = weight_.data() + e * static_cast<std::size_t>(hidden_size_);
-    double sum = 0, magnitude = 0;
-    for (std::size_t h = 0; h < hidden_state.size(); ++h) {
-      const double product = norm * hidden_state[h] * row[h];
-      sum += product;
-      magnitude += std::abs(product);
-    }
-    // The bound that GateLinear documents, with the normalised row's, and one rounding of the bias.
-    const double roundings = static_cast<double>(hidden_size_) + (input_norm_eps_ > 0 ? 4 : 0);
-    margins[e] = roundings * kF32Rounding * magnitude;
-    if (!bias_.empty()) {
-      sum += bias_[e];
-      margins[e] += kF32Rounding * (std::abs(sum) + std::abs(bias_[e]));
-    }
-    logits[e] = sum;
-  }
-  score_from_logits(logits, margins);
+  gate_.set_token(hidden_state);
+  score_from_logits(gate_.values(), gate_.margins());
 }
 
 void RoutingOracle::score_from_logits(std::span<const double> logits,

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "gate_oracle.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
@@ -30,14 +32,13 @@ class RoutingOracle {
   std::span<const double> margins() const { return margins_; }
 
  private:
-  RoutingOracle() = default;
+  explicit RoutingOracle(GateOracle gate) : gate_(std::move(gate)) {}
   bool possible_in(std::span<const std::int32_t> ids, std::span<const char> allowed) const;
   void score_from_logits(std::span<const double> logits, std::span<const double> logit_margins);
 
+  GateOracle gate_;
   RoutingSpec routing_;
-  std::int64_t hidden_size_ = 0;
-  double input_norm_eps_ = 0;
-  std::vector<double> weight_, bias_, correction_;  // [E, H], [E] or empty, [E] or empty
+  std::vector<double> correction_;  // [E] or empty
   std::vector<double> scores_, margins_;
 };
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "golden.h"
@@ -33,30 +34,41 @@ Status allow_conversion(const std::string& model, LayerReport* report) {
   if (!*error) return {};
   report->bound =
       std::hypot(report->bound, report->cancellation * quant::kWeightErrorGain * **error);
-  report->pass = report->rel_l2 <= report->bound && std::isfinite(report->bound) &&
-                 report->topk_mismatches == 0;
+  report->judge();
   return {};
 }
 
+// What was compared of the router but the choice itself.
+std::vector<std::pair<const char*, Comparison>> router_comparisons(const LayerReport& report) {
+  std::vector<std::pair<const char*, Comparison>> all;
+  if (report.router_logits) all.emplace_back("router_logits", *report.router_logits);
+  if (report.topk_weights) all.emplace_back("topk_weights", *report.topk_weights);
+  return all;
+}
+
 Json report_json(const LayerReport& report) {
-  return {{"layer", report.layer},
-          {"tokens", report.tokens},
-          {"rel_l2", finite(report.rel_l2)},
-          {"cosine", finite(report.cosine)},
-          {"max_abs", finite(report.max_abs)},
-          {"topk_mismatches", report.topk_mismatches},
-          {"near_ties", report.near_ties},
-          {"topk_source", report.topk_source},
-          {"topk_weight_max_abs", finite(report.topk_weight_max_abs)},
-          {"bound", finite(report.bound)},
-          {"documented_bound", finite(report.documented_bound)},
-          {"cancellation", finite(report.cancellation)},
-          {"numerics", numerics_json(report.numerics, report.activation_bound)},
-          {"pass", report.pass},
-          {"quant", report.quant},
-          {"device", report.device},
-          {"backend", report.backend},
-          {"backend_note", report.backend_note}};
+  Json json = {{"layer", report.layer},
+               {"tokens", report.tokens},
+               {"rel_l2", finite(report.rel_l2)},
+               {"cosine", finite(report.cosine)},
+               {"max_abs", finite(report.max_abs)},
+               {"topk_mismatches", report.topk_mismatches},
+               {"near_ties", report.near_ties},
+               {"topk_source", report.topk_source},
+               {"topk_weight_max_abs", finite(report.topk_weight_max_abs)},
+               {"bound", finite(report.bound)},
+               {"documented_bound", finite(report.documented_bound)},
+               {"cancellation", finite(report.cancellation)},
+               {"numerics", numerics_json(report.numerics, report.activation_bound)},
+               {"pass", report.pass},
+               {"quant", report.quant},
+               {"device", report.device},
+               {"backend", report.backend},
+               {"backend_note", report.backend_note}};
+  for (const auto& [key, compared] : router_comparisons(report)) {
+    json[key] = {{"rel_l2", finite(compared.rel_l2)}, {"bound", finite(compared.bound)}};
+  }
+  return json;
 }
 
 void print_reports(const Console& console, const std::vector<LayerReport>& reports) {
@@ -68,6 +80,11 @@ void print_reports(const Console& console, const std::vector<LayerReport>& repor
         "{:>5}  {:>6}  {:>9.2e}  {:>9.2e}  {:>12.10f}  {:>9.2e}  {:>10}  {:>9}  {} ({}, {})\n",
         r.layer, r.tokens, r.rel_l2, r.bound, r.cosine, r.max_abs, r.topk_mismatches, r.near_ties,
         r.pass ? "pass" : "FAIL", r.quant, r.backend));
+    for (const auto& [key, compared] : router_comparisons(r)) {
+      if (compared.pass()) continue;
+      console.print(fmt::format("{:>5}  {}: rel_l2 {:.2e}, bound {:.2e}: FAIL\n", "", key,
+                                compared.rel_l2, compared.bound));
+    }
   }
 }
 
@@ -130,8 +147,7 @@ int run_verify(const VerifyArguments& state) {
   bool pass = true;
   Json layers = Json::array();
   for (const LayerReport& report : reports) {
-    // Written so that a NaN becomes, and stays, the worst.
-    if (!(report.rel_l2 <= worst) && !std::isnan(worst)) worst = report.rel_l2;
+    keep_worst(worst, report.rel_l2);
     pass = pass && report.pass;
     layers.push_back(report_json(report));
   }
@@ -159,8 +175,10 @@ Verb make_verify(CLI::App& root) {
       "  moesaic verify --model DIR --golden golden.safetensors --quant f32 --json\n"
       "\nThe golden file holds, per MoE block, <prefix>.input and <prefix>.output, where "
       "<prefix> is\n"
-      "like model.layers.3.mlp; optionally <prefix>.gate.out2 (or .router.out2), the "
-      "chosen experts.\n"
+      "like model.layers.3.mlp; optionally, of its gate or router, <prefix>.gate.out0 (or "
+      ".router.out0),\n"
+      "the router logits, .out1, the weights, and .out2, the chosen experts. What is there is "
+      "compared.\n"
       "A difference in the choice counts as a mismatch unless the scores, computed in "
       "float64, are\n"
       "closer than rounding explains. For a converted checkpoint the bound includes the rounding "
