@@ -38,6 +38,13 @@ class Bench(ToolTest):
                 # A word about the general kernel of a GPU: not on a CPU.
                 self.assertEqual({p["backend_note"] for p in points}, {""})
 
+    def test_nan_in_weights_is_data(self):
+        model = self.copy_model("mini-qwen3-moe")
+        self.edit_weights(model, "model.layers.1.mlp.gate.weight", lambda data: b"\xc0\x7f" + data[2:])  # BF16
+        point = self.json_of("bench", "--model", model, "--stage", "gate", "--tokens", 1, "--seconds", 0.01)
+        self.assertGreater(point["rel_l2"], 0)  # of the other experts' logits
+        self.assertLessEqual(point["rel_l2"], point["bound"])
+
     def test_every_door_of_the_layer(self):
         """The same result (checked before it is timed), without the work in front of the door."""
         common = ("--stage", "layer", "--tokens", "5")

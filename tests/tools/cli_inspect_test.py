@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from cli_support import BAD_INPUT, BUNDLED, MODELS, OK, UNSUPPORTED, ToolTest, main, run
+from cli_support import BAD_INPUT, BUNDLED, MODELS, OK, UNSUPPORTED, USAGE, ToolTest, golden_input, main, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoint"))
 from gguf_file import metadata
@@ -131,6 +131,37 @@ class Inspect(ToolTest):
         shard = sorted(target.glob("model-*.safetensors"))[-1]
         shard.write_bytes(shard.read_bytes()[:-1])
         self.fails(BAD_INPUT, "corrupt_file", arguments=["inspect", target])
+
+    def test_a_value_in_a_file_is_no_option(self):
+        """What a layer refuses with no option at all is the files' fault, for every verb."""
+        path, name = golden_input("mini-deepseek-v3")
+        out = self.folder / "out.safetensors"
+
+        def commands(model):
+            yield ["run", "--model", model, "--layer", 1, "--input", f"{path}:{name}", "--output", out]
+            yield ["run", "--model", model, "--layer", 1, "--input", f"{path}:{name}", "--output", out, "--ranks", 2]
+            yield ["verify", "--model", model]
+            yield ["bench", "--model", model, "--stage", "layer", "--tokens", 1]
+            yield ["demo", model]
+
+        model = self.copy_model("mini-deepseek-v3")
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "routed_scaling_factor": 1e300}))
+        self.fails(BAD_INPUT, "routed_scaling_factor", "docs/limits.md", arguments=["explain", "--model", model])
+        for command in commands(model):
+            with self.subTest(verb=command[0], field="routed_scaling_factor"):
+                self.fails(BAD_INPUT, "routed_scaling_factor", "1e+300", arguments=command)
+
+        (model / "config.json").write_text(json.dumps(config))
+        self.edit_weights(model, "model.layers.1.mlp.gate.e_score_correction_bias", lambda data: b"\xff" * len(data))
+        for command in commands(model):
+            with self.subTest(verb=command[0], field="e_score_correction_bias"):
+                self.fails(BAD_INPUT, "bias", "nan", arguments=command)
+        # An option's value stays the option's, whatever the files hold.
+        for option in (["--backend", "none_such"], ["--quant", "none_such"]):
+            for command in commands(MODELS / "mini-deepseek-v3"):
+                with self.subTest(verb=command[0], option=option):
+                    self.fails(USAGE, "none_such", arguments=[*command, *option])
 
 
 if __name__ == "__main__":

@@ -110,6 +110,21 @@ class ToolTest(unittest.TestCase):
             path.chmod(0o644)
         return target
 
+    def edit_weights(self, model, name, edit):
+        """Replaces the bytes of one tensor of a copied model."""
+        for shard in model.glob("model*.safetensors"):
+            header, blob = read_safetensors(shard)
+            if name not in header:
+                continue
+            begin, end = header[name]["data_offsets"]
+            data = edit(blob[begin:end])
+            assert len(data) == end - begin
+            text = shard.read_bytes()
+            start = len(text) - len(blob) + begin
+            shard.write_bytes(text[:start] + data + text[start + len(data) :])
+            return
+        raise AssertionError(f"{model} has no {name}")
+
 
 def main():
     unittest.main(argv=[sys.argv[0], *sys.argv[3:]])

@@ -186,7 +186,7 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
                {"floor_pct", finite(100 * floor / us)},
                {"ceilings", {{"read_gbps", c.ceilings.read_gbps}, {"gflops", c.ceilings.gflops}}},
                {"rel_l2", finite(point.rel_l2)},
-               {"bound", point.bound},
+               {"bound", finite(point.bound)},
                {"threads", cpu::resolve_threads(state.common.threads)},
                {"commit", commit()},
                {"compiler", compiler()},
@@ -258,7 +258,10 @@ int run_bench(BenchArguments state) {
         return prepare_stage(state, *settings);
       });
   console.finish_progress();
-  if (!prepared.ok()) return console.fail(prepared.status(), Origin::kOption);
+  const auto fail = [&](const Status& status) {
+    return console.fail(status, settings->origin_of(status));
+  };
+  if (!prepared.ok()) return fail(prepared.status());
   BenchStage& stage = *prepared->stage;
 
   Context c;
@@ -282,9 +285,9 @@ int run_bench(BenchArguments state) {
   PlotSeries ours{"moesaic " + state.stage, {}}, floors{"floor", {}};
   for (const std::int64_t tokens : state.tokens) {
     const Result<BenchPoint> point = stage.prepare(tokens);
-    if (!point.ok()) return console.fail(point.status(), Origin::kOption);
+    if (!point.ok()) return fail(point.status());
     const Result<Samples> samples = measure(*point, state.seconds);
-    if (!samples.ok()) return console.fail(samples.status(), Origin::kOption);
+    if (!samples.ok()) return fail(samples.status());
     c.backend = stage.backend();
     const double us = samples->median();
     const double floor = std::max(point->bytes / (c.ceilings.read_gbps * 1e3),

@@ -76,7 +76,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
   const int peers = p.is_sequence_parallel() ? 1 : p.engine_tp_size();
   settings->engine = c.rank / peers;
   const Result<std::unique_ptr<BenchStage>> stage = make_bench_stage("layer", *settings);
-  if (!stage.ok()) return c.fail(stage.status(), Origin::kOption);
+  if (!stage.ok()) return c.fail(stage.status(), settings->origin_of(stage.status()));
 
   const int engines = c.size / peers;
   const bool gpu = c.layer.device.is_cuda();

@@ -59,13 +59,19 @@ Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSou
 }
 
 double relative_l2(std::span<const double> got, std::span<const double> want) {
+  if (got.size() != want.size()) return std::numeric_limits<double>::infinity();
   double err = 0, ref = 0;
+  std::size_t compared = 0;
   for (std::size_t i = 0; i < want.size(); ++i) {
+    // NaN in weights is data, and yields NaN (or, with infinity, the same infinity) on both sides.
+    const bool nan = std::isnan(got[i]) && std::isnan(want[i]);
+    if (nan || (std::isinf(want[i]) && got[i] == want[i])) continue;
     err += (got[i] - want[i]) * (got[i] - want[i]);
     ref += want[i] * want[i];
+    ++compared;
   }
-  if (got.size() != want.size() || !(ref > 0)) return std::numeric_limits<double>::infinity();
-  return std::sqrt(err / ref);
+  if (compared == 0) return 0;
+  return ref > 0 ? std::sqrt(err / ref) : std::numeric_limits<double>::infinity();
 }
 
 std::vector<double> row_to_doubles(const ConstTensorView& matrix, std::int64_t row) {

@@ -3,8 +3,13 @@
 #include <fmt/format.h>
 
 #include "bench_parts.h"
+#include "layer_origin.h"
 
 namespace moesaic::tool {
+
+Origin BenchSettings::origin_of(const Status& status) const {
+  return checkpoint == nullptr ? Origin::kOption : layer_origin(status, *checkpoint, spec.layer);
+}
 
 Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& settings) {
   if (stage == "gate" || stage == "route") return Arithmetic::kF32;

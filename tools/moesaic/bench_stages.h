@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ceilings.h"
+#include "exit_code.h"
 #include "gpu_bench.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/fused_moe.h"
@@ -28,6 +29,9 @@ struct BenchSettings {
   std::uint64_t seed = 1;
   int engine = 0;  // over ranks: engines have hidden states of their own
   std::string door = kDoors.front();
+
+  // Whose value it was for which the stage, or a point of it, could not be made.
+  Origin origin_of(const Status& status) const;
 };
 
 // One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden

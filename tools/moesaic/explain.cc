@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "layer_origin.h"
 #include "rank_cli.h"
 #include "shapes.h"
 #include "spec_text.h"
@@ -77,14 +78,16 @@ int run_explain(const ExplainArguments& state) {
     return console.fail(status, Origin::kOption);
   }
   MoeLayerFormat format;
+  std::optional<Checkpoint> checkpoint;
   if (!state.shape.empty()) {
     Result<MoeLayerSpec> named = layer_from_shape(state.shape);
     if (!named.ok()) return console.fail(named.status(), Origin::kOption);
     format.spec = std::move(named).value();
     format.shared_quant = format.spec.quant;
   } else {
-    const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
-    if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
+    Result<Checkpoint> opened = Checkpoint::open(state.model);
+    if (!opened.ok()) return console.fail(opened.status(), Origin::kFile);
+    checkpoint = std::move(opened).value();
     if (checkpoint->layers().empty()) {
       return console.fail({StatusCode::kNotFound, state.model + ": has no MoE layers"},
                           Origin::kFile);
@@ -105,7 +108,11 @@ int run_explain(const ExplainArguments& state) {
   const Result<LayerExplanation> explained =
       on_chosen_device(state.common, console, options,
                        [&](const FusedMoE::Options& o) { return explain_layer(format, o); });
-  if (!explained.ok()) return console.fail(explained.status(), Origin::kOption);
+  if (!explained.ok()) {
+    const Status& why = explained.status();
+    return console.fail(why,
+                        checkpoint ? layer_origin(why, *checkpoint, spec.layer) : Origin::kOption);
+  }
   const LayerExplanation& explanation = *explained;
 
   Json candidates = Json::array();

@@ -8,6 +8,7 @@
 
 #include "golden_router.h"
 #include "layer_io.h"
+#include "layer_origin.h"
 #include "options.h"
 
 namespace moesaic::tool {
@@ -173,8 +174,13 @@ Result<LayerReport> compare_block(const Checkpoint& checkpoint, const TensorFile
   } else if (made.status().code() != StatusCode::kUnsupported) {
     return made.status();
   }
+  const Result<FusedMoE> made = FusedMoE::create(std::move(loaded), options);
+  if (!made.ok()) {
+    origin = layer_origin(made.status(), checkpoint, block.layer);
+    return made.status();
+  }
+  const FusedMoE& layer = *made;
   origin = Origin::kOption;
-  MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, FusedMoE::create(std::move(loaded), options));
   MOESAIC_ASSIGN_OR_RETURN(LayerOutput got, make_layer_output(spec, report.tokens, DType::kF32));
   std::vector<RowNumerics> numerics(static_cast<std::size_t>(report.tokens));
   Tensor logits;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "layer_origin.h"
 #include "numerics_report.h"
 #include "run_ranks.h"
 #include "spec_text.h"
@@ -113,7 +114,9 @@ int run_layer(RunArguments state) {
         return FusedMoE::from_checkpoint(*checkpoint, state.layer, o);
       });
   console.finish_progress();
-  if (!layer.ok()) return console.fail(layer.status(), Origin::kOption);
+  if (!layer.ok()) {
+    return console.fail(layer.status(), layer_origin(layer.status(), *checkpoint, state.layer));
+  }
   tell_backend_note(state.common, console, slow_backend_note(*layer));
 
   const DType dtype = state.output_dtype == "bf16" ? DType::kBF16 : DType::kF32;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "layer_origin.h"
 #include "moesaic/eplb.h"
 #include "moesaic/parallel.h"
 #include "rank_balance.h"
@@ -208,7 +209,9 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   FusedMoE::Options options = c.layer;
   options.max_tokens = std::min(most, kMaxTokensPerCall);
   Result<FusedMoE> layer = FusedMoE::from_checkpoint(*checkpoint, request.layer, options);
-  if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
+  if (!layer.ok()) {
+    return c.fail(layer.status(), layer_origin(layer.status(), *checkpoint, request.layer));
+  }
   c.console.note(
       1, fmt::format("layer {} ready: {} of weights, rows {} to {}", request.layer,
                      format_bytes(layer->weight_bytes()), rows.first, rows.first + rows.count));
