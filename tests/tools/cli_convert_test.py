@@ -38,6 +38,9 @@ class Convert(ToolTest):
             self.assertLess(value["bytes_out"], value["bytes_in"])
             report = self.json_of("verify", "--model", output)
             self.assertTrue(report["pass"], report)
+            shown = self.json_of("demo", output)["checkpoints"][0]
+            self.assertIs(shown["pass"], True)
+            self.assertEqual(shown["bound"], report["layers"][0]["bound"])
             # The rounding of the weights is really in the output.
             self.assertGreater(report["worst_rel_l2"], 0.5 * error)
             # Of the original weights the bound is the scheme's own.

@@ -74,9 +74,11 @@ Result<Shown> show(const std::string& directory, const DemoArguments& state, Ori
 
   FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
   options.device = Device::cpu();  // whose ceilings the table quotes
-  MOESAIC_ASSIGN_OR_RETURN(shown.as_is, verify_block(checkpoint, golden, block, options, origin));
+  MOESAIC_ASSIGN_OR_RETURN(shown.as_is,
+                           verify_block(checkpoint, directory, golden, block, options, origin));
   options.quant = "f32";
-  MOESAIC_ASSIGN_OR_RETURN(shown.f32, verify_block(checkpoint, golden, block, options, origin));
+  MOESAIC_ASSIGN_OR_RETURN(shown.f32,
+                           verify_block(checkpoint, directory, golden, block, options, origin));
 
   options.quant = state.common.quant;
   MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer,

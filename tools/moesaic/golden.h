@@ -61,10 +61,11 @@ struct LayerReport {
   void judge();
 };
 
-// Runs the block's layer and compares. On failure `origin` tells whether a file or an option
+// Runs the block's layer and compares. The bound of a layer of a checkpoint that `convert` wrote into
+// `model` is widened by the rounding of its weights. On failure `origin` tells whether a file or an option
 // (backend, scheme) is to blame.
-Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile& golden,
-                                 const GoldenBlock& block, const FusedMoE::Options& options,
-                                 Origin& origin);
+Result<LayerReport> verify_block(const Checkpoint& checkpoint, const std::string& model,
+                                 const TensorFile& golden, const GoldenBlock& block,
+                                 const FusedMoE::Options& options, Origin& origin);
 
 }  // namespace moesaic::tool

@@ -11,9 +11,7 @@
 
 #include "golden.h"
 #include "layer_io.h"
-#include "moesaic/convert.h"
 #include "numerics_report.h"
-#include "quant/quantize_weight.h"
 #include "verbs.h"
 
 namespace moesaic::tool {
@@ -25,18 +23,6 @@ struct VerifyArguments {
   std::optional<int> only_layer;
   bool strict = false;
 };
-
-// A golden file that was recorded from the model before its experts were converted knows nothing of
-// their rounding: the bound of a converted checkpoint's layer is widened by what its record says.
-Status allow_conversion(const std::string& model, LayerReport* report) {
-  const Result<std::optional<double>> error = converted_weight_error(model, report->layer);
-  if (!error.ok()) return error.status();
-  if (!*error) return {};
-  report->bound =
-      std::hypot(report->bound, report->cancellation * quant::kWeightErrorGain * **error);
-  report->judge();
-  return {};
-}
 
 // What was compared of the router but the choice itself.
 std::vector<std::pair<const char*, Comparison>> router_comparisons(const LayerReport& report) {
@@ -124,13 +110,10 @@ int run_verify(const VerifyArguments& state) {
     Origin origin = Origin::kFile;
     Result<LayerReport> report =
         on_chosen_device(state.common, console, options, [&](const FusedMoE::Options& o) {
-          return verify_block(*checkpoint, *golden, block, o, origin);
+          return verify_block(*checkpoint, state.model, *golden, block, o, origin);
         });
     console.finish_progress();
     if (!report.ok()) return console.fail(report.status().with_context(block.prefix), origin);
-    if (const Status status = allow_conversion(state.model, &*report); !status.ok()) {
-      return console.fail(status, Origin::kFile, "remove the record if the weights are original");
-    }
     reports.push_back(std::move(report).value());
     LayerReport& last = reports.back();
     console.note(1, fmt::format("layer {}: rel_l2 {:.3e}", block.layer, last.rel_l2));
