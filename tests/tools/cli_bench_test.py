@@ -114,7 +114,22 @@ class BenchOverRanks(ToolTest):
     def test_layer_on_three_threads(self):
         common = ["bench", "--shape", "8,2,64,32", "--tokens", 4, "--seconds", 0, "--ranks", 3]
         value = self.json_of(*common, "--stage", "layer")
-        self.assertEqual((value["ranks"], value["tokens_in_all"], value["transport"]), (3, 12, "auto"))
+        self.assertEqual((value["ranks"], value["tokens_in_all"], value["transport"]), (3, 12, "all_to_all"))
+        self.assertEqual([key for key in Bench.KEYS if key not in value], [])
+        # Twelve rows through two of eight experts each, on every rank a gate of 8 x 64, all in BF16.
+        expert, row = 3 * 64 * 32, 64
+        self.assertEqual(value["flops"], 2 * 12 * (2 * expert + 8 * row))
+        fixed = 3 * 2 * (8 * row + 2 * 4 * row)
+        self.assertTrue(2 <= (value["bytes"] - fixed) / (2 * expert) <= 8)
+        ceilings, us = value["ceilings"], value["median_us"]
+        floor = max(value["bytes"] / ceilings["read_gbps"] * 1e-3, value["flops"] / ceilings["gflops"] * 1e-3)
+        self.assertAlmostEqual(value["floor_us"] / floor, 1)
+        self.assertAlmostEqual(value["floor_pct"] / (100 * floor / us), 1)
+        self.assertAlmostEqual(value["gbps"] / (value["bytes"] / us * 1e-3), 1)
+        self.assertAlmostEqual(value["tflops"] / (value["flops"] / us * 1e-6), 1)
+        # Two ranks with the same rows choose no expert more, and each have a gate.
+        pair = self.json_of("bench", "--shape", "8,2,64,32", "--tokens", 4, "--seconds", 0, "--ranks", 2, "--tp", 2, "--stage", "layer")
+        self.assertEqual(pair["flops"], 2 * 4 * (2 * expert + 2 * 8 * row))
         self.assertGreater(value["bytes_sent_per_rank"], 0)
         self.assertLessEqual(value["rel_l2"], value["bound"])
         self.assertEqual(len(value["per_rank"]["median_us"]), 3)

@@ -141,15 +141,7 @@ struct Prepared {
 };
 Result<Prepared> prepare_stage(const BenchArguments& state, const BenchSettings& settings) {
   Prepared p;
-  const Device device = settings.options.device;
-  const Arithmetic arithmetic = stage_arithmetic(state.stage, settings);
-  if (device.is_cuda()) {
-    const bool fp8 =
-        arithmetic != Arithmetic::kF32 && settings.spec.quant.activation.dtype == DType::kF8E4M3;
-    MOESAIC_ASSIGN_OR_RETURN(p.ceilings, measure_gpu_ceilings(device, fp8));
-  } else {
-    p.ceilings = measure_ceilings(state.common.threads, arithmetic);
-  }
+  MOESAIC_ASSIGN_OR_RETURN(p.ceilings, stage_ceilings(state.stage, settings, state.common.threads));
   MOESAIC_ASSIGN_OR_RETURN(p.stage, make_bench_stage(state.stage, settings));
   return p;
 }
@@ -290,8 +282,7 @@ int run_bench(BenchArguments state) {
     if (!samples.ok()) return fail(samples.status());
     c.backend = stage.backend();
     const double us = samples->median();
-    const double floor = std::max(point->bytes / (c.ceilings.read_gbps * 1e3),
-                                  point->flops / (c.ceilings.gflops * 1e3));
+    const double floor = c.ceilings.floor_us(point->bytes, point->flops);
     const double peer = best_of(peers, static_cast<double>(tokens));
     ours.points.emplace_back(static_cast<double>(tokens), us);
     floors.points.emplace_back(static_cast<double>(tokens), floor);

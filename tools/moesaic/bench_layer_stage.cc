@@ -88,6 +88,7 @@ class LayerStage final : public BenchStage {
   std::string quant() const override { return std::string(layer_->quant().name); }
   std::string backend_note() const override { return slow_backend_note(*layer_); }
   std::int64_t bytes_sent() const override { return layer_->bytes_sent(); }
+  RankTransport transport() const override { return layer_->transport(); }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
@@ -121,9 +122,16 @@ class LayerStage final : public BenchStage {
       MOESAIC_RETURN_IF_ERROR(layer_->forward(r.x.view(), r.y.view(), trace));
       return run(r, door_);
     };
+    // Every rank has a gate and shared experts (or a slice of them) for its rows; experts that all
+    // ranks' rows choose lie on one each, or in slices.
+    const auto& world = s_.options.ranks.communicator;
+    const double ranks = world ? world->size() : 1;
+    const double same_rows = peers_with_the_same_rows();
     const double gate = door_ == Door::kHidden ? 1.0 : 0.0;
-    const double fixed = gate * static_cast<double>(gate_bytes_) +
-                         expert_bytes(spec, spec.shared.intermediate_size, layer_->quant());
+    const double shared = s_.options.ranks.cut_shared ? 1.0 / same_rows : 1.0;
+    const double fixed =
+        gate * static_cast<double>(gate_bytes_) +
+        shared * expert_bytes(spec, spec.shared.intermediate_size, layer_->quant());
     const double of_expert = expert_bytes(spec, spec.intermediate_size, layer_->quant());
     std::set<std::int32_t> touched;
     const auto enough = [&](int i) {
@@ -135,7 +143,6 @@ class LayerStage final : public BenchStage {
     // Ranks go on until all of them have enough.
     const auto goes_on = [&](int i) -> Result<bool> {
       const bool mine = !enough(i);
-      const auto& world = s_.options.ranks.communicator;
       if (!world) return mine;
       MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> all,
                                world->control().all_gather("rotations", mine ? 1 : 0));
@@ -154,16 +161,19 @@ class LayerStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
       MOESAIC_RETURN_IF_ERROR(run_first(r));
       add_touched(r.ids, touched);
-      point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * of_expert +
-                     static_cast<double>(r.x.bytes() + r.y.bytes() + r.logits.bytes());
+      MOESAIC_ASSIGN_OR_RETURN(const double chosen, touched_on_all_ranks(r.ids));
+      point.bytes +=
+          chosen * of_expert +
+          ranks * (fixed + static_cast<double>(r.x.bytes() + r.y.bytes() + r.logits.bytes()));
       rotations->push_back(std::move(r));
     }
     point.rotations = static_cast<int>(rotations->size());
     point.bytes /= point.rotations;
-    point.flops = 2.0 * static_cast<double>(tokens) *
-                  (static_cast<double>(k) * expert_weights(spec, spec.intermediate_size) +
-                   expert_weights(spec, spec.shared.intermediate_size) +
-                   gate * static_cast<double>(spec.num_experts * spec.hidden_size));
+    point.flops =
+        2.0 * static_cast<double>(tokens) *
+        (ranks / same_rows * static_cast<double>(k) * expert_weights(spec, spec.intermediate_size) +
+         ranks * (shared * expert_weights(spec, spec.shared.intermediate_size) +
+                  gate * static_cast<double>(spec.num_experts * spec.hidden_size)));
     point.run = [rotations, run, door = door_](int i) {
       return run((*rotations)[static_cast<std::size_t>(i)], door);
     };
@@ -181,7 +191,6 @@ class LayerStage final : public BenchStage {
           in.back().insert(in.back().end(), {r.ids.view(), r.weights.view()});
         out.push_back({r.y.view()});
       }
-      const auto& world = s_.options.ranks.communicator;
       if (world && s_.options.ranks.engine == RankEngine::kPeerWindows) {
         MOESAIC_ASSIGN_OR_RETURN(const GpuStage::PassFn pass,
                                  gpu_->captured(in, out, [&] { return world->barrier("bench"); }));
@@ -217,6 +226,24 @@ class LayerStage final : public BenchStage {
                     "tell; need hidden or logits");
     }
     return door;
+  }
+
+  int peers_with_the_same_rows() const {
+    const ParallelConfig& p = s_.options.parallel;
+    return !s_.options.ranks.communicator || p.is_sequence_parallel() ? 1 : p.engine_tp_size();
+  }
+
+  // Experts that the rows of some rank choose.
+  Result<double> touched_on_all_ranks(const Tensor& ids) const {
+    std::set<std::int32_t> mine;
+    add_touched(ids, mine);
+    const auto& world = s_.options.ranks.communicator;
+    if (!world) return static_cast<double>(mine.size());
+    std::vector<float> ranks_of(static_cast<std::size_t>(s_.spec.num_experts), 0.0F);
+    for (const std::int32_t id : mine) ranks_of[static_cast<std::size_t>(id)] = 1.0F;
+    MOESAIC_RETURN_IF_ERROR(world->control().all_reduce_sum("touched", ranks_of));
+    return static_cast<double>(
+        std::count_if(ranks_of.begin(), ranks_of.end(), [](float ranks) { return ranks > 0; }));
   }
 
   // What the check needs of the small tensors.

@@ -59,6 +59,28 @@ Result<std::vector<double>> gather(Communicator& communicator, double mine) {
   return figures;
 }
 
+// Of all ranks together: of threads, and of ranks on one GPU, what they share; else the sum of what
+// each measures while the others do.
+Result<Ceilings> ceilings_of_all(const BenchSettings& settings, const RankContext& c) {
+  const bool alone = c.shares_device;
+  Ceilings mine;
+  Status measured;
+  if (!alone || c.rank == 0) {
+    const int threads = alone ? std::min(c.layer.num_threads * c.size, cpu::resolve_threads(0))
+                              : c.layer.num_threads;
+    Result<Ceilings> result = stage_ceilings("layer", settings, threads);
+    measured = result.status();
+    if (result.ok()) mine = *result;
+  }
+  Ceilings all;
+  MOESAIC_ASSIGN_OR_RETURN(const auto reads, gather(*c.communicator, mine.read_gbps));
+  MOESAIC_ASSIGN_OR_RETURN(const auto gflops, gather(*c.communicator, mine.gflops));
+  MOESAIC_RETURN_IF_ERROR(measured);
+  for (const double v : reads) all.read_gbps += v;
+  for (const double v : gflops) all.gflops += v;
+  return all;
+}
+
 }  // namespace
 
 int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
@@ -75,6 +97,8 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
   const ParallelConfig& p = c.layer.parallel;
   const int peers = p.is_sequence_parallel() ? 1 : p.engine_tp_size();
   settings->engine = c.rank / peers;
+  const Result<Ceilings> ceilings = ceilings_of_all(*settings, c);
+  if (!ceilings.ok()) return c.fail(ceilings.status(), Origin::kOption);
   const Result<std::unique_ptr<BenchStage>> stage = make_bench_stage("layer", *settings);
   if (!stage.ok()) return c.fail(stage.status(), settings->origin_of(stage.status()));
 
@@ -82,13 +106,15 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
   const bool gpu = c.layer.device.is_cuda();
   c.console.print(fmt::format(
       "{} layer {}, {} routing, {} ranks over {}: tp {}, dp {}{}{}, transport {}, reduction {}\n"
-      "{:>8} {:>8} {:>12} {:>12} {:>12} {:>16} {:>10}  {}\n",
+      "all ranks: read {:.1f} GB/s, multiply {:.0f} GFLOP/s\n"
+      "{:>8} {:>8} {:>12} {:>12} {:>12} {:>7} {:>16} {:>10}  {}\n",
       request.name, (*stage)->quant(), request.routing, c.size, c.communicator->name(),
       p.engine_tp_size(), p.dp_size, p.ep_size > 1 ? ", whole experts" : ", slices",
       p.is_sequence_parallel() ? ", sequence parallel" : "",
-      rank_transport_name(c.layer.ranks.transport),
-      rank_reduction_name(c.layer.ranks.reduction_in_force()), "tokens", "in all", "median us",
-      "min us", "tokens/s", "sent B/rank/tok", "rel_l2", "backend"));
+      rank_transport_name((*stage)->transport()),
+      rank_reduction_name(c.layer.ranks.reduction_in_force()), ceilings->read_gbps,
+      ceilings->gflops, "tokens", "in all", "median us", "min us", "tokens/s", "floor",
+      "sent B/rank/tok", "rel_l2", "backend"));
   for (const std::int64_t tokens : request.tokens) {
     const Result<BenchPoint> point = (*stage)->prepare(tokens);
     if (!point.ok()) return c.fail(point.status(), Origin::kOption);
@@ -107,41 +133,50 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
     double sent = 0;
     for (const double b : *bytes) sent += b / c.size;
     const std::int64_t all = tokens * engines;
-    c.console.emit({{"shape", request.name},
-                    {"stage", "layer"},
-                    {"tokens", tokens},
-                    {"tokens_in_all", all},
-                    {"device", gpu ? "cuda" : "cpu"},
-                    {"backend", (*stage)->backend()},
-                    {"backend_note", (*stage)->backend_note()},
-                    {"door", settings->door},
-                    {"quant", (*stage)->quant()},
-                    {"routing", request.routing},
-                    {"ranks", c.size},
-                    {"communicator", c.communicator->name()},
-                    {"tp", p.engine_tp_size()},
-                    {"dp", p.dp_size},
-                    {"ep", p.ep_size > 1},
-                    {"sp", p.is_sequence_parallel()},
-                    {"transport", rank_transport_name(c.layer.ranks.transport)},
-                    {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
-                    {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
-                    {"median_us", slowest},
-                    {"min_us", fastest},
-                    {"samples", samples->us.size()},
-                    {"tokens_per_s", finite(1e6 * static_cast<double>(all) / slowest)},
-                    {"bytes_sent_per_rank", sent},
-                    {"per_rank", {{"median_us", *median}, {"bytes_sent", *bytes}}},
-                    {"rel_l2", worst},
-                    {"bound", point->bound},
-                    {"threads", c.layer.num_threads},
-                    {"commit", commit()},
-                    {"compiler", compiler()},
-                    {"machine", gpu ? gpu_name(c.layer.device) : cpu_model_name()}});
-    c.console.print(
-        fmt::format("{:>8} {:>8} {:>12.1f} {:>12.1f} {:>12.4g} {:>16.1f} {:>10.1e}  {}\n", tokens,
-                    all, slowest, fastest, 1e6 * static_cast<double>(all) / slowest,
-                    sent / static_cast<double>(tokens), worst, (*stage)->backend()));
+    const double floor = ceilings->floor_us(point->bytes, point->flops);
+    c.console.emit(
+        {{"shape", request.name},
+         {"stage", "layer"},
+         {"tokens", tokens},
+         {"tokens_in_all", all},
+         {"device", gpu ? "cuda" : "cpu"},
+         {"backend", (*stage)->backend()},
+         {"backend_note", (*stage)->backend_note()},
+         {"door", settings->door},
+         {"quant", (*stage)->quant()},
+         {"routing", request.routing},
+         {"ranks", c.size},
+         {"communicator", c.communicator->name()},
+         {"tp", p.engine_tp_size()},
+         {"dp", p.dp_size},
+         {"ep", p.ep_size > 1},
+         {"sp", p.is_sequence_parallel()},
+         {"transport", rank_transport_name((*stage)->transport())},
+         {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
+         {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
+         {"median_us", slowest},
+         {"min_us", fastest},
+         {"samples", samples->us.size()},
+         {"bytes", point->bytes},
+         {"flops", point->flops},
+         {"gbps", point->bytes / slowest * 1e-3},
+         {"tflops", point->flops / slowest * 1e-6},
+         {"floor_us", finite(floor)},
+         {"floor_pct", finite(100 * floor / slowest)},
+         {"ceilings", {{"read_gbps", ceilings->read_gbps}, {"gflops", ceilings->gflops}}},
+         {"tokens_per_s", finite(1e6 * static_cast<double>(all) / slowest)},
+         {"bytes_sent_per_rank", sent},
+         {"per_rank", {{"median_us", *median}, {"bytes_sent", *bytes}}},
+         {"rel_l2", finite(worst)},
+         {"bound", finite(point->bound)},
+         {"threads", c.layer.num_threads},
+         {"commit", commit()},
+         {"compiler", compiler()},
+         {"machine", gpu ? gpu_name(c.layer.device) : cpu_model_name()}});
+    c.console.print(fmt::format(
+        "{:>8} {:>8} {:>12.1f} {:>12.1f} {:>12.4g} {:>6.0f}% {:>16.1f} {:>10.1e}  {}\n", tokens,
+        all, slowest, fastest, 1e6 * static_cast<double>(all) / slowest, 100 * floor / slowest,
+        sent / static_cast<double>(tokens), worst, (*stage)->backend()));
   }
   return kExitOk;
 }

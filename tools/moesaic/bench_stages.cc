@@ -24,6 +24,16 @@ Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& setti
   return dtype == DType::kF32 || dtype == DType::kF16 ? Arithmetic::kF32 : Arithmetic::kNarrow;
 }
 
+Result<Ceilings> stage_ceilings(const std::string& stage, const BenchSettings& settings,
+                                int threads) {
+  const Device device = settings.options.device;
+  const Arithmetic arithmetic = stage_arithmetic(stage, settings);
+  if (!device.is_cuda()) return measure_ceilings(threads, arithmetic);
+  const bool fp8 =
+      arithmetic != Arithmetic::kF32 && settings.spec.quant.activation.dtype == DType::kF8E4M3;
+  return measure_gpu_ceilings(device, fp8);
+}
+
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
                                                      const BenchSettings& settings) {
   if (stage == "gate") return make_gate_stage(settings);

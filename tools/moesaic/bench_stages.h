@@ -42,8 +42,9 @@ struct BenchPoint {
   std::function<Status(int rotation)> run;
   TimeFn time;            // on a GPU: how to time all rotations; absent: run them against a clock
   GpuStage::PassFn pass;  // the same over ranks, where their devices wait for each other
-  double bytes = 0;       // that must move per run, averaged over the rotations
-  double flops = 0;
+  // Bytes that must move per run, averaged over the rotations, and operations; over ranks those of
+  // all ranks together.
+  double bytes = 0, flops = 0;
   double rel_l2 = 0;  // of the first token against float64 on the same weights
   double bound = 0;   // that rel_l2 must not exceed
 };
@@ -55,12 +56,17 @@ class BenchStage {
   virtual std::string quant() const = 0;
   virtual std::string backend_note() const { return {}; }  // see slow_backend_note
   virtual Result<BenchPoint> prepare(std::int64_t tokens) = 0;
-  // Payload that this rank sent to others so far (the layer stage over ranks).
+  // Payload that this rank sent to others so far (the layer stage over ranks), and how: in force.
   virtual std::int64_t bytes_sent() const { return 0; }
+  virtual RankTransport transport() const { return RankTransport::kNone; }
 };
 
 // What the stage multiplies: says which multiply-add ceiling applies.
 Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& settings);
+
+// The ceilings of the settings' device for what the stage multiplies; `threads` of a CPU.
+Result<Ceilings> stage_ceilings(const std::string& stage, const BenchSettings& settings,
+                                int threads);
 
 // stage: "gate", "route", "experts", "kernel" (the experts in a ModularKernel) or "layer". Loads or
 // draws the weights once.

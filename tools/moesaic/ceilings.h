@@ -1,11 +1,18 @@
 // The two ceilings that every benchmark and the demo quote floors against.
 #pragma once
 
+#include <algorithm>
+
 namespace moesaic::tool {
 
 struct Ceilings {
   double read_gbps = 0;
   double gflops = 0;
+
+  // The least time that they allow for so many bytes and operations.
+  double floor_us(double bytes, double flops) const {
+    return std::max(bytes / (read_gbps * 1e3), flops / (gflops * 1e3));
+  }
 };
 
 // Which multiply-add a stage is made of: fp32 (gate, router, schemes f32 and f16), what the CPU tier

@@ -125,6 +125,7 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
   const Result<Device> device = device_of_rank(common, c.rank);
   if (!device.ok()) return c.fail(device.status(), Origin::kOption);
   c.layer.device = *device;
+  c.shares_device = device->is_cuda() ? common.device != "cuda" : !launched_by_mpi();
   if (common.device == "cuda") {
     CommunicatorOptions wait;
     wait.timeout_ms = timeout_ms(options);

@@ -42,7 +42,8 @@ struct RankContext {
   int rank = 0, size = 1;
   Console console{false, 0};  // results appear on rank 0 only, messages carry the rank's number
   std::shared_ptr<Communicator> communicator;
-  FusedMoE::Options layer;  // parallel, communicator, transport, reduction, num_threads
+  bool shares_device = false;  // all ranks are threads on the CPU, or on one GPU
+  FusedMoE::Options layer;     // parallel, communicator, transport, reduction, num_threads
 
   // Rows of `tokens` that this rank has, when they are dealt out in stretches to the engines (and
   // under sequence parallelism to their ranks).
