@@ -220,6 +220,27 @@ class CommandLine(ToolTest):
         self.fails(USAGE, "bf16", arguments=["verify", "--model", model, "--quant", "bf61"])
         self.fails(USAGE, arguments=["verify", "--model", model, "--backend", "no_such_backend"])
 
+    def test_numbers_are_decimal_and_in_their_range(self):
+        path, name = MODELS / "mini-gpt-oss" / "golden.safetensors", "model.layers.0.mlp.input"
+        run_it = ["run", "--model", MODELS / "mini-gpt-oss", "--layer", 0, "--input", f"{path}:{name}", "--output", self.folder / "o"]
+        bench = ["bench", "--shape", "8,2,64,64", "--seconds", 0.01]
+        for command, option, values in (
+            ([*run_it, "--ranks", 2], "--timeout", ("nan", "inf", "0x10", "1e999", "", "5s")),
+            (bench[:-2] + ["--tokens", 1], "--seconds", ("nan", "-nan", "-1", "1e9")),
+            (bench, "--seed", ("-1", "18446744073709551616", "0x1", "1.5", "+1", "007")),
+            (bench, "--tokens", ("010", "0x10", "1,,4", ",1", "1,", "1, 4", "+3", "0", "2000000", "")),
+            (bench, "--threads", ("0x1", "-1", "1e1", "99999999999999999999")),
+            (run_it, "--repeat", ("0b1", "01", "1.0")),
+        ):
+            for value in values:
+                with self.subTest(option=option, value=value):
+                    self.fails(USAGE, option, f"'{value}'", "need", "number", arguments=[*command, f"{option}={value}" if value else option, *([] if value else [""])])
+        for option in ("--shape", "--model"):
+            self.fails(USAGE, option, "got ''", arguments=["bench", option, ""])
+            self.fails(USAGE, option, "got ''", arguments=["explain", option, ""])
+        point = self.json_of(*bench, "--tokens", 3, "--seed", 2**64 - 1)
+        self.assertEqual(point["tokens"], 3)
+
     def test_unsupported_is_said(self):
         model = MODELS / "mini-qwen3-moe"
         # Without a device the text is the reason that env gives.

@@ -43,6 +43,22 @@ void expect_told(const std::vector<const char*>& words, std::vector<std::string>
   }
 }
 
+TEST(Usage, NumbersAreDecimal) {
+  expect_told({"bench", "--shape", "x", "--tokens", "1,,4"}, {"--tokens", "'' in '1,,4'", "whole"});
+  expect_told({"bench", "--shape", "x", "--seed", "-1"}, {"--seed", "'-1'", "from 0"});
+  expect_told({"bench", "--shape", "x", "--seconds", "nan"}, {"--seconds", "'nan'", "a number"});
+  expect_told({"bench", "--shape", ""}, {"--shape", "got ''"});
+  for (const char* good : {"1", "1,4", "1048576"}) {
+    EXPECT_EQ(told({"bench", "--shape", "x", "--tokens", good}), "");
+  }
+  for (const char* good : {"0", "18446744073709551615"}) {
+    EXPECT_EQ(told({"bench", "--shape", "x", "--seed", good}), "");
+  }
+  for (const char* good : {"0", "0.5", "1e2", "3600"}) {
+    EXPECT_EQ(told({"bench", "--shape", "x", "--seconds", good}), "");
+  }
+}
+
 TEST(Usage, AMisspeltOptionIsNamedWithTheNearest) {
   expect_told({"run", "--modle", "m"}, {"'--modle'", "nearest is '--model'"});
   expect_told({"run", "--model", "m", "--layer", "1", "--input", "f", "--ouptut=o"},

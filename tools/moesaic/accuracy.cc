@@ -147,12 +147,12 @@ Verb make_accuracy(CLI::App& root) {
                 "in force, and after ! what run and verify would report (S saturated, F flushed, N "
                 "not finite, B beyond the bound)");
   app->add_option("--tokens", state->tokens, "Rows of the golden file that are used")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->capture_default_str();
   app->add_option("--threads", state->common.threads, "Threads; 0 takes one per core")
-      ->check(CLI::Range(0, 4096))
+      ->check(whole_number(0, 4096))
       ->capture_default_str();
-  app->add_option("--seed", state->common.seed, "Seed of the Gaussian data")->capture_default_str();
+  add_seed_option(*app, state->common, "Seed of the Gaussian data");
   add_output_options(*app, state->common);
   return {app, [state] { return run_accuracy(*state); }};
 }

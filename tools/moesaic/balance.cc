@@ -141,15 +141,15 @@ Verb make_balance(CLI::App& root) {
       ->required();
   app->add_option("--ranks", state->ranks, "Ranks that share the experts")
       ->required()
-      ->check(CLI::Range(1, 65536));
+      ->check(whole_number(1, 65536));
   app->add_option("--redundant", state->redundant, "Slots beyond one per expert")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
+      ->check(whole_number(std::int64_t{0}, std::int64_t{1} << 20))
       ->capture_default_str();
   app->add_option("--nodes", state->nodes, "Hosts; ranks of one host are consecutive")
-      ->check(CLI::Range(1, 65536))
+      ->check(whole_number(1, 65536))
       ->capture_default_str();
   app->add_option("--groups", state->groups, "Expert groups of the router; kept on one host each")
-      ->check(CLI::Range(1, 65536))
+      ->check(whole_number(1, 65536))
       ->capture_default_str();
   add_output_options(*app, state->common);
   return {app, [state] { return run_balance(*state); }};

@@ -322,16 +322,30 @@ Verb make_bench(CLI::App& root) {
           names + "\n\nSchemes of random weights beyond --quant's: " + stored_scheme_names() +
           "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to time: one of");
-  source->add_option("--model", state->model,
-                     "Folder with config.json and safetensors, or a GGUF file");
-  source->add_option("--shape", state->shape,
-                     "Shape name, or E,k,H,I[,activation]; weights drawn from --seed");
+  source
+      ->add_option("--model", state->model,
+                   "Folder with config.json and safetensors, or a GGUF file")
+      ->check(not_empty());
+  source
+      ->add_option("--shape", state->shape,
+                   "Shape name, or E,k,H,I[,activation]; weights drawn from --seed")
+      ->check(not_empty());
   source->require_option(1);
-  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer");
-  app->add_option("--tokens", state->tokens, "Numbers of tokens, one point each")
-      ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
-      ->capture_default_str();
+  add_layer_number(*app, state->layer, "Layer of --model; default: the first MoE layer");
+  // As text: a list of CLI11's drops what is empty.
+  app->add_option_function<std::vector<std::string>>(
+         "--tokens",
+         [state](const std::vector<std::string>& lists) {
+           state->tokens.clear();
+           for (const std::string& list : lists) {
+             const std::vector<std::int64_t> more = numbers_of(list);
+             state->tokens.insert(state->tokens.end(), more.begin(), more.end());
+           }
+         },
+         "Numbers of tokens, one point each")
+      ->type_name("INT,...")
+      ->check(whole_numbers(1, std::int64_t{1} << 20))
+      ->default_str(fmt::format("{}", fmt::join(state->tokens, ",")));
   app->add_option("--stage", state->stage, "What to time; kernel: the experts in a ModularKernel")
       ->check(one_of({"gate", "route", "experts", "kernel", "layer"}))
       ->capture_default_str();
@@ -342,15 +356,17 @@ Verb make_bench(CLI::App& root) {
       ->capture_default_str();
   app->add_option("--routing", state->routing, "uniform, zipf:S or one")->capture_default_str();
   app->add_option("--seconds", state->seconds, "Time to spend on each point, at least")
-      ->check(CLI::Range(0.0, 3600.0))
+      ->check(number(0.0, 3600.0))
       ->capture_default_str();
   app->add_option("--plot", state->plot,
                   "File to draw time against tokens into, as SVG; - is stdout (the table then goes "
-                  "to stderr)");
+                  "to stderr)")
+      ->check(not_empty());
   app->add_flag("--force", state->force, "Replace an existing file that is no plot of bench");
   app->add_option("--peers", state->peers,
                   "JSON lines with other implementations' times (impl, format, E, top_k, hidden, "
-                  "intermediate, M, gemm12_us), for the table and the plot");
+                  "intermediate, M, gemm12_us), for the table and the plot")
+      ->check(not_empty());
   add_common_options(*app, state->common);
   add_rank_options(*app, state->ranks);
   return {app, [state] { return run_bench(*state); }};

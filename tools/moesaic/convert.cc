@@ -116,7 +116,7 @@ Verb make_convert(CLI::App& root) {
       ->check(CLI::IsMember(std::vector<std::string>(schemes.begin(), schemes.end())));
   app->add_option("--threads", state->common.threads,
                   "Threads; 0 takes one per core. The result does not depend on it")
-      ->check(CLI::Range(0, 4096))
+      ->check(whole_number(0, 4096))
       ->capture_default_str();
   add_output_options(*app, state->common);
   return {app, [state] { return run_convert(*state); }};

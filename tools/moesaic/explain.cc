@@ -168,13 +168,16 @@ Verb make_explain(CLI::App& root) {
                            "\nShapes:" +
                                names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to explain: one of");
-  source->add_option("--model", state->model,
-                     "Folder with config.json and safetensors, or a GGUF file");
-  source->add_option("--shape", state->shape, "Shape name, or E,k,H,I[,activation]");
+  source
+      ->add_option("--model", state->model,
+                   "Folder with config.json and safetensors, or a GGUF file")
+      ->check(not_empty());
+  source->add_option("--shape", state->shape, "Shape name, or E,k,H,I[,activation]")
+      ->check(not_empty());
   source->require_option(1);
-  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer");
+  add_layer_number(*app, state->layer, "Layer of --model; default: the first MoE layer");
   app->add_option("--tokens", state->tokens, "Tokens per call that the workspace is for")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))
+      ->check(whole_number(std::int64_t{1}, std::int64_t{1} << 31))
       ->capture_default_str();
   add_rank_options(*app, state->ranks);
   add_layer_options(*app, state->common);

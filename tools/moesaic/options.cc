@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
+#include <limits>
+#include <optional>
 #include <string_view>
 
 #include "core/nearest_name.h"
@@ -32,7 +35,86 @@ Status no_such_scheme(const std::string& name) {
                   fmt::join(names, ", "), near.size() == 1 ? "is" : "are", fmt::join(near, ", "))};
 }
 
+// The number that the whole text is, if it is written the one way that decimal numbers are.
+template <class Number>
+std::optional<Number> decimal(std::string_view text) {
+  const std::string_view digits = text.substr(text.starts_with('-') ? 1 : 0);
+  const bool padded = digits.size() > 1 && digits[0] == '0' && digits[1] != '.' && digits[1] != 'e';
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (padded || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// The bounds as --help has them; those of the type itself say nothing.
+template <class Number>
+std::string range_text(Number low, Number high) {
+  using Limits = std::numeric_limits<Number>;
+  if (low == Limits::lowest() && high == Limits::max()) return "";
+  return fmt::format("[{} - {}]", low, high);
+}
+
+template <class Number>
+CLI::Validator in_range(const char* kind, Number low, Number high) {
+  const auto check = [=](std::string& text) -> std::string {
+    const std::optional<Number> value = decimal<Number>(text);
+    if (value && *value >= low && *value <= high) return {};
+    return fmt::format("got '{}', need {} from {} to {}", text, kind, low, high);
+  };
+  return {check, range_text(low, high)};
+}
+
+constexpr const char* kWhole = "a whole number";
+
+std::vector<std::string> words_of(const std::string& list) {
+  std::vector<std::string> words;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const std::size_t comma = std::min(list.find(',', begin), list.size());
+    words.push_back(list.substr(begin, comma - begin));
+    begin = comma + 1;
+  }
+  return words;
+}
+
 }  // namespace
+
+template <class Int>
+CLI::Validator whole_number(Int low, Int high) {
+  return in_range(kWhole, low, high);
+}
+template CLI::Validator whole_number(int, int);
+template CLI::Validator whole_number(std::int64_t, std::int64_t);
+template CLI::Validator whole_number(std::uint64_t, std::uint64_t);
+
+CLI::Validator number(double low, double high) { return in_range("a number", low, high); }
+
+CLI::Validator whole_numbers(std::int64_t low, std::int64_t high) {
+  const auto check = [=](std::string& list) -> std::string {
+    for (const std::string& word : words_of(list)) {
+      const std::optional<std::int64_t> value = decimal<std::int64_t>(word);
+      if (value && *value >= low && *value <= high) continue;
+      return fmt::format("got '{}' in '{}', need whole numbers from {} to {}, with commas between",
+                         word, list, low, high);
+    }
+    return {};
+  };
+  return {check, range_text(low, high)};
+}
+
+std::vector<std::int64_t> numbers_of(const std::string& list) {
+  std::vector<std::int64_t> numbers;
+  for (const std::string& word : words_of(list)) {
+    numbers.push_back(decimal<std::int64_t>(word).value_or(0));  // they have been checked
+  }
+  return numbers;
+}
+
+CLI::Validator not_empty() {
+  return {[](std::string& text) -> std::string {
+            return text.empty() ? "got '', need a value, or the option left out" : "";
+          },
+          ""};
+}
 
 CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& description,
                    const std::string& examples) {
@@ -61,13 +143,20 @@ void add_output_options(CLI::App& app, CommonOptions& options) {
   app.add_flag("-v,--verbose", options.verbosity, "Say more on stderr (repeat for even more)");
 }
 
+void add_seed_option(CLI::App& app, CommonOptions& options, const std::string& text) {
+  app.add_option("--seed", options.seed, text)
+      ->check(whole_number(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max()))
+      ->capture_default_str();
+}
+
 void add_common_options(CLI::App& app, CommonOptions& options) {
-  app.add_option("--device", options.device, "cpu or cuda[:N]; default: cuda if usable, else cpu");
+  app.add_option("--device", options.device, "cpu or cuda[:N]; default: cuda if usable, else cpu")
+      ->check(not_empty());
   app.add_option(
          "--threads", options.threads,
          "Threads at most; 0 takes one per core this process may use. Calls of microseconds "
          "run on one (explain shows which). The result does not depend on it")
-      ->check(CLI::Range(0, kMaxThreads))
+      ->check(whole_number(0, kMaxThreads))
       ->capture_default_str();
   app.add_option(
          "--quant", options.quant,
@@ -76,8 +165,9 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
          "of a checkpoint run with int8 activations as int4-g128-int8 or int8-g128-int8")
       ->capture_default_str();
   app.add_option("--backend", options.backend,
-                 "Force one experts backend by its name in the catalogue (see explain)");
-  app.add_option("--seed", options.seed, "Seed of everything random")->capture_default_str();
+                 "Force one experts backend by its name in the catalogue (see explain)")
+      ->check(not_empty());
+  add_seed_option(app, options, "Seed of everything random");
   add_output_options(app, options);
 }
 

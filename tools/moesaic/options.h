@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -48,16 +49,37 @@ struct Verb {
 // A subcommand with its examples at the end of --help.
 CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& description,
                    const std::string& examples);
-// --json and -v.
-void add_output_options(CLI::App& app, CommonOptions& options);
-// --device, --threads, --quant, --backend, --seed, --json and -v.
-void add_common_options(CLI::App& app, CommonOptions& options);
-
-// --router-logits-dtype, --gate-fp32 and --activation-scales, of verbs that make a whole layer.
-void add_layer_options(CLI::App& app, CommonOptions& options);
+// A whole number, or a number, within bounds, written in decimal without leading zeros; nothing that
+// is not one passes, NaN included.
+template <class Int>
+CLI::Validator whole_number(Int low, Int high);
+CLI::Validator number(double low, double high);
+// Such whole numbers separated by commas, and what they are.
+CLI::Validator whole_numbers(std::int64_t low, std::int64_t high);
+std::vector<std::int64_t> numbers_of(const std::string& list);
+// Anything but the empty string, which would count as no option at all.
+CLI::Validator not_empty();
 
 // A choice among names; any other value is refused with all of them and the nearest.
 CLI::Validator one_of(std::vector<std::string> names);
+
+// --json and -v.
+void add_output_options(CLI::App& app, CommonOptions& options);
+// --seed.
+void add_seed_option(CLI::App& app, CommonOptions& options, const std::string& text);
+// --device, --threads, --quant, --backend, --seed, --json and -v.
+void add_common_options(CLI::App& app, CommonOptions& options);
+
+// --layer; an int or an optional one.
+template <class Number>
+CLI::Option* add_layer_number(CLI::App& app, Number& layer, const std::string& text) {
+  using Limits = std::numeric_limits<int>;
+  return app.add_option("--layer", layer, text)
+      ->check(whole_number(Limits::lowest(), Limits::max()));
+}
+
+// --router-logits-dtype, --gate-fp32 and --activation-scales, of verbs that make a whole layer.
+void add_layer_options(CLI::App& app, CommonOptions& options);
 
 // Checks what CLI11 could not: the device can be used (or, without needs_device, is at least a
 // name), the scheme is known. The returned Status is about an option.

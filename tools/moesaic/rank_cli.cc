@@ -149,12 +149,12 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
   app.add_option("--ranks", o.ranks,
                  "Spread the layer over this many ranks: the processes of mpirun, else threads. On "
                  "the CPU; with --device cuda a GPU for each (NCCL), with cuda:N all on one")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->group(group);
   app.add_option("--tp", o.tp,
                  "Ranks of an engine, which have the same rows; ranks / tp engines have rows of "
                  "their own (data parallelism)")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->capture_default_str()
       ->group(group);
   app.add_flag("--ep,!--no-ep", o.ep,
@@ -205,18 +205,18 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
   app.add_option("--dual-batch-tokens", o.dual_batch_tokens,
                  "From this many tokens of a rank on two halves of a call are under way at once: "
                  "rows travel while experts work; 0: never")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
+      ->check(whole_number(std::int64_t{0}, std::int64_t{1} << 31))
       ->capture_default_str()
       ->group(group);
   app.add_option(
          "--pair-capacity", o.pair_capacity,
          "Peer windows: pairs of a row and an expert that a rank may compute in one call, and "
          "has memory for; a call with more is refused on all ranks; 0: room for every pair")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
+      ->check(whole_number(std::int64_t{0}, std::int64_t{1} << 31))
       ->capture_default_str()
       ->group(group);
   app.add_option("--timeout", o.timeout_s, "Seconds until a rank that does not answer is lost")
-      ->check(CLI::Range(0.1, 86400.0))
+      ->check(number(0.1, 86400.0))
       ->capture_default_str()
       ->group(group);
 }
@@ -230,7 +230,7 @@ void add_balance_options(CLI::App& app, RankOptions& o) {
       "per_rank sums change their order)");
   eplb->group(group);
   app.add_option("--redundant", o.redundant, "Slots beyond one per expert, for copies")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
+      ->check(whole_number(std::int64_t{0}, std::int64_t{1} << 20))
       ->needs(eplb)
       ->capture_default_str()
       ->group(group);

@@ -162,7 +162,7 @@ Verb make_run(CLI::App& root) {
   app->add_option("--model", state->model,
                   "Folder with config.json and safetensors, or a GGUF file")
       ->required();
-  app->add_option("--layer", state->layer, "Layer number, from 0 (see inspect)")->required();
+  add_layer_number(*app, state->layer, "Layer number, from 0 (see inspect)")->required();
   app->add_option("--input", state->input,
                   "FILE[:TENSOR] with hidden states [tokens, hidden], F32, BF16 or F16; the tensor "
                   "is hidden_states unless named")
@@ -178,7 +178,7 @@ Verb make_run(CLI::App& root) {
       ->check(one_of({"f32", "bf16"}))
       ->capture_default_str();
   app->add_option("--repeat", state->repeat, "Timed calls; 0: at least 3 and about a second")
-      ->check(CLI::Range(0, 1000000))
+      ->check(whole_number(0, 1000000))
       ->capture_default_str();
   app->add_flag(
       "--strict", state->strict,

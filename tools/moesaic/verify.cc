@@ -169,8 +169,9 @@ Verb make_verify(CLI::App& root) {
   app->add_option("--model", state->model,
                   "Folder with config.json and safetensors, or a GGUF file")
       ->required();
-  app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
-  app->add_option("--layer", state->only_layer, "Verify this layer only");
+  app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model")
+      ->check(not_empty());
+  add_layer_number(*app, state->only_layer, "Verify this layer only");
   app->add_flag("--strict", state->strict,
                 "Fail a layer whose inputs are outside what its scheme's bound is stated for, even "
                 "when the error is within the bound computed for them");
