@@ -220,6 +220,13 @@ class CommandLine(ToolTest):
         self.fails(USAGE, "bf16", arguments=["verify", "--model", model, "--quant", "bf61"])
         self.fails(USAGE, arguments=["verify", "--model", model, "--backend", "no_such_backend"])
 
+    def test_json_with_a_value_is_json_too(self):
+        for flag, wanted in (("--json=true", True), ("--json=1", True), ("--json=false", False)):
+            for arguments in (["run", flag], ["env", "--frobnicate", flag], ["inspect", "/nonexistent", flag]):
+                result = run(*arguments)
+                self.assertNotEqual(result.returncode, OK)
+                self.assertEqual(result.stdout.count('"exit_code"'), int(wanted), arguments)
+
     def test_numbers_are_decimal_and_in_their_range(self):
         path, name = MODELS / "mini-gpt-oss" / "golden.safetensors", "model.layers.0.mlp.input"
         run_it = ["run", "--model", MODELS / "mini-gpt-oss", "--layer", 0, "--input", f"{path}:{name}", "--output", self.folder / "o"]
@@ -256,7 +263,9 @@ class CommandLine(ToolTest):
         with open("/dev/full", "w") as full:
             result = subprocess.run([TOOL, "env"], stdout=full, stderr=subprocess.PIPE, text=True)
         self.assertEqual(result.returncode, DEVICE)
-        self.assertIn("stdout", result.stderr)
+        self.assertEqual(
+            result.stderr, "moesaic: error: io: stdout could not be written\n  next: check the disk or pipe behind stdout\n"
+        )
 
 
 if __name__ == "__main__":

@@ -98,6 +98,11 @@ class Numerics(ToolTest):
                      "--quant", "int8", "--output", out]  # fmt: skip
         self.fails(UNSUPPORTED, "--strict", "beyond the bound", arguments=[*arguments, "--strict"])
         self.assertFalse(out.exists())
+        refusal = self.json_of(*arguments, "--strict", code=UNSUPPORTED)
+        self.assertNotIn("\n", refusal["message"])
+        self.assertNotIn("next:", refusal["message"])
+        self.assertIn("--quant f32", refusal["next"])
+        self.assertEqual(len(run(*arguments, "--strict").stderr.splitlines()), 2)
         value = self.json_of(*arguments)
         self.assertIs(value["numerics"]["within"], False)
         self.assertEqual(value["numerics"]["rows"], TOKENS)

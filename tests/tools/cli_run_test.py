@@ -13,6 +13,7 @@ import subprocess
 from cli_support import (
     BAD_INPUT,
     BUNDLED,
+    DEVICE,
     MODELS,
     OK,
     TOOL,
@@ -136,8 +137,27 @@ class Run(ToolTest):
         for rank in (0, 1):
             self.assertIn(f"moesaic[rank {rank}]: layer 0 ready", result.stderr)
         self.assertEqual(result.stdout.count("tokens/s"), 1)
-        self.fails(USAGE, "[rank 1]", "--tp", arguments=[*arguments, "--tp", 3])
-        self.fails(UNSUPPORTED, "[rank 0]", "slice", arguments=[*arguments, "--no-ep", "--transport", "batched"])
+
+    def test_a_failure_of_ranks_is_told_once(self):
+        path, name = golden_input("mini-gpt-oss")
+
+        def command(*more, layer=0, states=f"{path}:{name}"):
+            return ["run", "--model", MODELS / "mini-gpt-oss", "--layer", layer, "--input", states,
+                    "--output", self.folder / "out", "--repeat", 1, *more]  # fmt: skip
+
+        for code, word, more in (
+            (USAGE, "--tp", command("--ranks", 2, "--tp", 3)),
+            (UNSUPPORTED, "slice", command("--ranks", 2, "--no-ep", "--transport", "batched")),
+            (USAGE, "none_such", command("--ranks", 4, "--backend", "none_such")),
+            (USAGE, "got 9", command("--ranks", 4, layer=9)),
+            (BAD_INPUT, "gone", command("--ranks", 4, states=self.folder / "gone")),
+        ):
+            with self.subTest(word):
+                self.fails(code, word, arguments=more)
+                lines = run(*more).stderr.splitlines()
+                self.assertEqual(len(lines), 2, lines)
+                self.assertRegex(lines[0], r"^moesaic(\[rank [0-9]\])?: error: [a-z_]+: ")
+                self.assertRegex(lines[1], r"^  next: ")
 
     def test_ranks_as_processes(self):
         mpirun = shutil.which("mpirun")
@@ -247,6 +267,18 @@ class Run(ToolTest):
                         self.assertFalse(any(line.startswith("moesaic: error: \\xe2") for line in text.splitlines()), text)
                     if extra:
                         json.loads(result.stdout)
+
+    def test_stdout_that_cannot_be_written(self):
+        path, name = golden_input("mini-gpt-oss")
+        for more in ([], ["--ranks", "2"]):
+            with open("/dev/full", "w") as full:
+                result = subprocess.run(
+                    [TOOL, "run", "--model", MODELS / "mini-gpt-oss", "--layer", "0", "--input", f"{path}:{name}",
+                     "--output", "-", "--repeat", "1", *more],
+                    stdout=full, stderr=subprocess.PIPE, text=True)  # fmt: skip
+            self.assertEqual(result.returncode, DEVICE, result.stderr)
+            self.assertIn("error: io: ", result.stderr)
+            self.assertIn("next: check the disk or pipe behind stdout", result.stderr)
 
     def test_an_output_that_cannot_be_written(self):
         path, name = golden_input("mini-qwen3-moe")

@@ -298,7 +298,7 @@ int run_bench(BenchArguments state) {
   for (PlotSeries& s : series) std::sort(s.points.begin(), s.points.end());
   std::sort(floors.points.begin(), floors.points.end());
   const Status status = write_result(plot, bench_svg(heading, about, series, floors));
-  return status.ok() ? kExitOk : console.fail(status, Origin::kOption);
+  return status.ok() ? kExitOk : console.fail(status, origin_of(plot));
 }
 
 }  // namespace

@@ -3,7 +3,9 @@
 namespace moesaic::tool {
 
 ExitCode exit_code(StatusCode code, Origin origin) {
-  const ExitCode blamed = origin == Origin::kFile ? kExitBadInput : kExitUsage;
+  const ExitCode blamed = origin == Origin::kFile     ? kExitBadInput
+                          : origin == Origin::kOption ? kExitUsage
+                                                      : kExitDevice;
   switch (code) {
     case StatusCode::kOk:
       return kExitOk;
@@ -48,6 +50,7 @@ const char* next_step(StatusCode code, Origin origin) {
                                        "shows what a checkpoint holds"
                                      : "choose one of the names in the message";
     case StatusCode::kIo:
+      if (origin == Origin::kStdout) return "check the disk or pipe behind stdout";
       return "check that the path exists and that you may read (or write) it";
     case StatusCode::kInvalidShape:
     case StatusCode::kInvalidLayout:

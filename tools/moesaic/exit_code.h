@@ -19,8 +19,8 @@ enum ExitCode : int {
 inline constexpr int kExitInterrupted = 128;
 
 // Where the value that failed came from: the same "not found" is bad input for a file and a usage
-// error for the name of a backend.
-enum class Origin { kFile, kOption };
+// error for the name of a backend. What stdout refuses is neither.
+enum class Origin { kFile, kOption, kStdout };
 
 ExitCode exit_code(StatusCode code, Origin origin);
 

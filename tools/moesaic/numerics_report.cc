@@ -35,10 +35,8 @@ std::string numerics_text(const NumericsSummary& s, double activation_bound) {
 
 std::string numerics_warning(const NumericsSummary& s, double activation_bound) {
   if (s.within(activation_bound)) return {};
-  return fmt::format(
-      "these rows are outside what the scheme's bound is stated for: {}\n  next: --quant f32 (or a "
-      "weight-only scheme) computes them without quantising activations; see docs/accuracy.md",
-      numerics_text(s, activation_bound));
+  return fmt::format("these rows are outside what the scheme's bound is stated for: {}",
+                     numerics_text(s, activation_bound));
 }
 
 }  // namespace moesaic::tool

@@ -111,9 +111,10 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
 int timeout_ms(const RankOptions& options) { return static_cast<int>(options.timeout_s * 1000); }
 
 int run_one(const RankOptions& options, const CommonOptions& common, int threads,
-            std::shared_ptr<Communicator> communicator,
+            std::shared_ptr<Communicator> communicator, std::shared_ptr<RankFailures> failures,
             const std::function<int(const RankContext&)>& body) {
   RankContext c;
+  c.failures = std::move(failures);
   c.rank = communicator->rank();
   c.size = communicator->size();
   set_log_rank(c.rank);
@@ -265,9 +266,36 @@ RankContext::Rows RankContext::rows(std::int64_t tokens, int of_rank) const {
 }
 
 int RankContext::fail(const Status& status, Origin origin) const {
+  // Before the others learn it, so that theirs come behind.
+  if (failures) {
+    const std::lock_guard lock(failures->mutex);
+    failures->all.push_back({rank, status, origin});
+  }
   if (communicator->state().ok()) static_cast<void>(communicator->abandon(status.message()));
-  return console.fail(status, origin);
+  return failures ? exit_code(status.code(), origin) : console.fail(status, origin);
 }
+
+namespace {
+
+// The first failure is the cause, of which the others are told: it alone is reported, and by its
+// rank's name unless all ranks say the same.
+int report_failures(const RankFailures& failures, std::size_t ranks, const CommonOptions& common) {
+  const std::vector<RankFailures::Failure>& all = failures.all;
+  const RankFailures::Failure& cause = all.front();
+  const bool same = std::all_of(all.begin(), all.end(), [&](const RankFailures::Failure& f) {
+    return f.status.code() == cause.status.code() && f.status.message() == cause.status.message();
+  });
+  const Console console = common.console();
+  if (all.size() == ranks && same) return console.fail(cause.status, cause.origin);
+  for (const RankFailures::Failure& f : all) {
+    set_log_rank(f.rank);
+    if (&f != &cause) console.note(1, f.status.to_string());
+  }
+  set_log_rank(cause.rank);
+  return console.fail(cause.status, cause.origin);
+}
+
+}  // namespace
 
 int run_on_ranks(const RankOptions& options, const CommonOptions& common,
                  const std::function<int(const RankContext&)>& body) {
@@ -288,7 +316,7 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
     }
     // The processes of one machine share its cores.
     const int threads = common.threads > 0 ? common.threads : std::max(1, cores / size);
-    return run_one(options, common, threads, std::move(*mine), body);
+    return run_one(options, common, threads, std::move(*mine), nullptr, body);
   }
   // Threads that share a core take turns waiting for each other, and every collective is a message
   // from each rank to each: hundreds of them on a few cores would be minutes of that.
@@ -306,12 +334,17 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
   const int threads = common.threads > 0 ? common.threads : std::max(1, cores / options.ranks);
   std::vector<int> codes(ranks->size(), kExitInternal);
   std::vector<std::thread> team;
+  const auto failures = std::make_shared<RankFailures>();
+  const auto failed = [&](std::size_t r, const Status& status) {
+    const std::lock_guard lock(failures->mutex);
+    failures->all.push_back({static_cast<int>(r), status, Origin::kOption});
+  };
   const auto rank = [&](std::size_t r) {
     try {
       codes[r] = run_one(options, common, threads,
-                         std::shared_ptr<Communicator>(std::move((*ranks)[r])), body);
+                         std::shared_ptr<Communicator>(std::move((*ranks)[r])), failures, body);
     } catch (const std::exception& error) {
-      codes[r] = console.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
+      failed(r, {StatusCode::kInternal, error.what()});
     }
   };
   for (std::size_t r = 0; r < ranks->size(); ++r) {
@@ -319,12 +352,13 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
       team.emplace_back(rank, r);
     } catch (const std::system_error& error) {  // the others learn it instead of waiting
       const std::string why = fmt::format("rank {}: no thread: {}", r, error.what());
+      failed(r, {StatusCode::kOutOfMemory, why});
       static_cast<void>((*ranks)[r]->abandon(why));
-      codes[r] = console.fail({StatusCode::kOutOfMemory, why}, Origin::kOption);
       break;
     }
   }
   for (std::thread& t : team) t.join();
+  if (!failures->all.empty()) return report_failures(*failures, ranks->size(), common);
   return codes[0] != kExitOk ? codes[0] : *std::max_element(codes.begin(), codes.end());
 }
 

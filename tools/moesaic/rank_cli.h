@@ -5,7 +5,9 @@
 #include <CLI/CLI.hpp>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "moesaic/communicator.h"
 #include "options.h"
@@ -37,6 +39,17 @@ bool wants_ranks(const RankOptions& options);
 Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens);
 
+// What ranks of one process failed with, in the order in which they did.
+struct RankFailures {
+  struct Failure {
+    int rank = 0;
+    Status status;
+    Origin origin = Origin::kOption;
+  };
+  std::mutex mutex;
+  std::vector<Failure> all;
+};
+
 // One rank of the verb.
 struct RankContext {
   int rank = 0, size = 1;
@@ -53,7 +66,10 @@ struct RankContext {
   };
   Rows rows(std::int64_t tokens, int of_rank) const;
 
-  // Reports a failure; the other ranks learn it instead of waiting.
+  std::shared_ptr<RankFailures> failures;  // of threads; absent for processes
+
+  // Reports a failure (of threads the first one, once all have ended); the other ranks learn it
+  // instead of waiting.
   int fail(const Status& status, Origin origin) const;
 };
 

@@ -174,6 +174,10 @@ bool goes_to_stdout(const ResultFile& file) {
   return target.ok() && target->descriptor == STDOUT_FILENO;
 }
 
+Origin origin_of(const ResultFile& file) {
+  return goes_to_stdout(file) ? Origin::kStdout : Origin::kOption;
+}
+
 Status check_result_file(const ResultFile& file) {
   const Result<checkpoint::OutputTarget> target = checkpoint::find_output(system_path(file));
   if (!target.ok()) return target.status().with_context(file.option);

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "exit_code.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
 
@@ -27,6 +28,8 @@ struct ResultFile {
 
 // The result goes to stdout ("-", /dev/stdout, /dev/fd/1), so that everything else must not.
 bool goes_to_stdout(const ResultFile& file);
+// Whose fault it is that it cannot be written.
+Origin origin_of(const ResultFile& file);
 
 // Everything that can be said before the work is done; writes nothing. Devices and pipes are
 // written through and links followed (checkpoint/container/output_file.h). kInvalidArgument: a file that the

@@ -134,12 +134,14 @@ int run_layer(RunArguments state) {
       !outside.empty()) {
     if (state.strict) {
       return console.fail({StatusCode::kUnsupported, "--strict: " + outside}, Origin::kFile,
-                          "nothing was written; without --strict the result is, with this warning");
+                          fmt::format("nothing was written; without --strict the result is, with "
+                                      "a warning; {}",
+                                      kNumericsNextStep));
     }
-    console.warn(outside);
+    console.warn(fmt::format("{}\n  next: {}", outside, kNumericsNextStep));
   }
   if (const Status status = write_layer_output(written, *result); !status.ok()) {
-    return console.fail(status, Origin::kOption);
+    return console.fail(status, origin_of(written));
   }
   report(console, state, *layer, *result, *timing, numerics);
   return kExitOk;

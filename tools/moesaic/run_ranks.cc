@@ -247,7 +247,7 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   if (!figures.ok()) return c.fail(figures.status(), Origin::kFile);
   if (c.rank != 0) return kExitOk;
   if (const Status status = write_layer_output(request.output, *all); !status.ok()) {
-    return c.fail(status, Origin::kOption);
+    return c.fail(status, origin_of(request.output));
   }
   report(c, request, *layer, *all, *timing, *figures, balance);
   return kExitOk;

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,11 +30,21 @@ constexpr const char* kFooter =
     "  moesaic explain --model DIR    which backend would run, and why not the others\n"
     "  moesaic VERB --help            options and examples of one verb\n";
 
+// Also of a command line that cannot be parsed; "--json=true" as the parser reads flags.
 bool wants_json(int argc, char** argv) {
+  constexpr std::string_view kJson = "--json";
+  bool wanted = false;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--json") == 0) return true;
+    const std::string_view word = argv[i];
+    if (word == kJson) wanted = true;
+    if (!word.starts_with("--json=")) continue;
+    try {
+      wanted = CLI::detail::to_flag_value(std::string(word.substr(kJson.size() + 1))) > 0;
+    } catch (const std::invalid_argument&) {
+      wanted = true;  // of an error in this very option
+    }
   }
-  return false;
+  return wanted;
 }
 
 int run_verb(int argc, char** argv) {
@@ -80,9 +90,9 @@ int tool_main(int argc, char** argv) {
   }
   // A full disk behind stdout must not look like success.
   if ((std::fflush(stdout) != 0 || std::ferror(stdout) != 0) && code == kExitOk) {
-    std::fputs("moesaic: error: stdout could not be written\n  next: check the disk or pipe\n",
-               stderr);
-    code = kExitDevice;
+    // Nothing more can be said there.
+    code = Console(/*json=*/false, 0)
+               .fail({StatusCode::kIo, "stdout could not be written"}, Origin::kStdout);
   }
   return code;
 }

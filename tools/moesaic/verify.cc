@@ -122,7 +122,7 @@ int run_verify(const VerifyArguments& state) {
     }
     const std::string outside = numerics_warning(last.numerics, last.activation_bound);
     if (outside.empty()) continue;
-    console.warn(fmt::format("layer {}: {}", last.layer, outside));
+    console.warn(fmt::format("layer {}: {}\n  next: {}", last.layer, outside, kNumericsNextStep));
     if (state.strict) last.pass = false;
   }
 
