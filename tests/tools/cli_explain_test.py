@@ -157,6 +157,11 @@ class Balance(ToolTest):
         load.write_text("[1, 2, 3, 4]")
         self.assertEqual(self.json_of(*command)["num_experts"], 4)
         self.fails(USAGE, arguments=["balance", "--load", load, "--ranks", 1000])
+        for loads, found in (("[1e308, 1e308, 1, 1]", "inf"), ("[[1, 2], [1e301, 0]]", "1e+301")):
+            load.write_text(loads)
+            self.fails(BAD_INPUT, "limit_exceeded", f"a sum of {found}", "1e+300", arguments=command)
+        load.write_text("[1e299, 1e299, 1, 1]")
+        self.json_of(*command)
 
 
 class Env(ToolTest):

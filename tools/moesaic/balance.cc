@@ -21,6 +21,9 @@ struct BalanceArguments {
 
 using Matrix = std::vector<std::vector<double>>;
 
+// Of all experts and layers together: sums of loads, and of their sums, stay finite.
+constexpr double kMaxLoad = 1e300;
+
 // [experts], [[experts], ...] or an object that has one of them as expert_load, as run --json does.
 Result<Matrix> read_load(const std::string& path) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text(path));
@@ -48,9 +51,17 @@ Result<Matrix> read_load(const std::string& path) {
   };
   if (!nested) {
     MOESAIC_RETURN_IF_ERROR(row(*value));
-    return loads;
+  } else {
+    for (const Json& layer : *value) MOESAIC_RETURN_IF_ERROR(row(layer));
   }
-  for (const Json& layer : *value) MOESAIC_RETURN_IF_ERROR(row(layer));
+  double sum = 0;
+  for (const std::vector<double>& layer : loads) {
+    for (const double load : layer) sum += load;
+  }
+  if (!(sum <= kMaxLoad)) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("{}: loads: got a sum of {}, need at most {}", path, sum, kMaxLoad));
+  }
   return loads;
 }
 
