@@ -264,6 +264,36 @@ class Verify(ToolTest):
             value = self.json_of("verify", "--model", model, "--golden", golden, "--quant", "f32", code=code)
             self.assertIs(value["pass"], code == OK)
 
+    def test_identity_experts_are_no_load_and_are_compared(self):
+        tiny = self.folder / "tiny"
+        generator = Path(sys.argv[2]) / "tests" / "checkpoint" / "make_tiny_checkpoints.py"
+        subprocess.run([sys.executable, generator, tiny], check=True, capture_output=True)
+        model, name, tokens = tiny / "longcat", "model.layers.0.mlp", 40
+        rows = ("F32", [tokens, 16], struct.pack(f"<{tokens * 16}f", *(3 * math.sin(0.37 * i) for i in range(tokens * 16))))
+        states, out = self.folder / "states.safetensors", self.folder / "out.safetensors"
+        write_safetensors(states, {name + ".input": rows})
+        self.edit_weights(model, name + ".router.e_score_correction_bias", lambda data: bytes(len(data)))
+        for more in ([], ["--ranks", 2], ["--ranks", 2, "--eplb"]):
+            value = self.json_of("run", "--model", model, "--layer", 0, "--input", f"{states}:{name}.input", "--quant", "f32",
+                                 "--output", out, "--repeat", 1, "--force", *more)  # fmt: skip
+            ids = struct.unpack(f"<{2 * tokens}i", tensor_of(out, "topk_ids")[2])
+            weights = struct.unpack(f"<{2 * tokens}f", tensor_of(out, "topk_weights")[2])
+            real = [e for e, w in zip(ids, weights) if e >= 0 and w != 0]
+            self.assertTrue(0 < len(real) < 2 * tokens)  # some chose an identity expert
+            self.assertEqual(value["expert_load"], [real.count(e) for e in range(4)])
+        # Recorded as they are, or by number and with the weight that they had: the same choice.
+        named = [e if w != 0 else 4 for e, w in zip(ids, weights)]
+        for recorded, code in ((ids, OK), (named, OK), ([1 - e if e in (0, 1) else e for e in named], FAILED)):
+            golden = self.folder / "golden.safetensors"
+            write_safetensors(golden, {
+                name + ".input": rows,
+                name + ".output": tensor_of(out, "output"),
+                name + ".router.out1": tensor_of(out, "topk_weights"),
+                name + ".router.out2": ("I32", [tokens, 2], struct.pack(f"<{2 * tokens}i", *recorded)),
+            })  # fmt: skip
+            item = self.json_of("verify", "--model", model, "--golden", golden, "--quant", "f32", code=code)["layers"][0]
+            self.assertIs(item["topk_mismatches"] == 0, code == OK)
+
     def test_missing_golden(self):
         self.fails(
             BAD_INPUT, "not_found", arguments=["verify", "--model", MODELS / "mini-qwen3-moe", "--golden", "/nonexistent"]

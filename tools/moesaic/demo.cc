@@ -88,7 +88,7 @@ Result<Shown> show(const std::string& directory, const DemoArguments& state, Ori
   MOESAIC_ASSIGN_OR_RETURN(LayerOutput output,
                            make_layer_output(shown.spec, input.shape()[0], DType::kF32));
   MOESAIC_ASSIGN_OR_RETURN(shown.timing, time_forward(layer, input, output, 0));
-  shown.load = expert_load(output.topk_ids, shown.spec.num_experts);
+  shown.load = expert_load(output, shown.spec);
   shown.work = work_of(layer, input.shape()[0]);
   return shown;
 }

@@ -127,12 +127,16 @@ Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, 
   return summary(std::move(samples));
 }
 
-std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts) {
-  std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts), 0);
-  const std::int64_t slots = topk_ids.bytes() / static_cast<std::int64_t>(sizeof(std::int32_t));
-  const auto* ids = topk_ids.as<std::int32_t>();
+std::vector<std::int64_t> expert_load(const LayerOutput& result, const MoeLayerSpec& spec) {
+  std::vector<std::int64_t> load(static_cast<std::size_t>(spec.num_experts), 0);
+  const auto slots = result.topk_ids.bytes() / static_cast<std::int64_t>(sizeof(std::int32_t));
+  const auto* ids = result.topk_ids.as<std::int32_t>();
+  const auto* weights = result.topk_weights.as<float>();
+  const bool identity = spec.routing.num_zero_experts > 0;
   for (std::int64_t i = 0; i < slots; ++i) {
-    if (ids[i] >= 0 && ids[i] < num_experts) ++load[static_cast<std::size_t>(ids[i])];
+    if (ids[i] < 0 || ids[i] >= spec.num_experts) continue;
+    if (identity && ids[i] == 0 && weights[i] == 0) continue;
+    ++load[static_cast<std::size_t>(ids[i])];
   }
   return load;
 }

@@ -55,8 +55,9 @@ struct Timing {
 Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
                             int repeat);
 
-// How often each logical expert was chosen; ids outside [0, num_experts) are not counted.
-std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts);
+// How often each logical expert was chosen: neither slots without an expert nor identity experts,
+// which a router with such reports as expert 0 with weight 0, are a load.
+std::vector<std::int64_t> expert_load(const LayerOutput& result, const MoeLayerSpec& spec);
 
 // The largest relative error of rounding to a floating dtype of 16 or 32 bits.
 double rounding_of(DType dtype);

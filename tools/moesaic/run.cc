@@ -32,7 +32,7 @@ struct RunArguments {
 void report(const Console& console, const RunArguments& state, const FusedMoE& layer,
             const LayerOutput& result, const Timing& timing, const NumericsSummary& numerics) {
   const std::int64_t tokens = result.output.shape()[0];
-  const std::vector<std::int64_t> load = expert_load(result.topk_ids, layer.spec().num_experts);
+  const std::vector<std::int64_t> load = expert_load(result, layer.spec());
   const double per_second =
       timing.median_us > 0 ? 1e6 * static_cast<double>(tokens) / timing.median_us : 0;
   console.emit({{"layer", state.layer},

@@ -119,7 +119,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
             const LayerOutput& all, const RankTiming& timing, const PerRank& figures,
             const std::optional<RankBalance>& balance) {
   const std::int64_t tokens = all.output.shape()[0];
-  const std::vector<std::int64_t> load = expert_load(all.topk_ids, layer.spec().num_experts);
+  const std::vector<std::int64_t> load = expert_load(all, layer.spec());
   const std::vector<std::int64_t> slots = slots_of_ranks(c, load, layer.physical_to_logical());
   const auto us = [](const std::vector<std::int64_t>& ns) {  // the slowest rank's
     return static_cast<double>(*std::max_element(ns.begin(), ns.end())) * 1e-3;
