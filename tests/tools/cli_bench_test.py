@@ -72,6 +72,13 @@ class Bench(ToolTest):
         for word in ("moesaic experts", "other <one>", "floor", "tokens"):
             self.assertIn(word, text)
         self.assertNotIn("of another layer", text)
+        # Names reach the picture as they reach a terminal: XML knows no control characters.
+        rows[0]["impl"] = "bad\x1b[31m\u0001\u202e&name"
+        peers.write_text(json.dumps(rows[0]) + "\n")
+        self.points("--tokens", "1", "--peers", peers, "--plot", picture)
+        text = [t.text for t in xml.etree.ElementTree.parse(picture).getroot().iter() if t.tag.endswith("text")]
+        self.assertTrue(any(t.startswith("bad\\x1b[31m\\x01") and t.endswith("&name") for t in text), text)
+        peers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         lines = [t for t in svg.iter() if t.tag.endswith("polyline")]
         self.assertEqual([len(t.get("points").split()) for t in lines], [2, 2, 2])
         bad = ["bench", "--shape", self.SHAPE, "--tokens", "1", "--seconds", "0.01", "--device", "cpu"]

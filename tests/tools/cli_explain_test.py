@@ -209,6 +209,7 @@ class CommandLine(ToolTest):
         self.fails(USAGE, "--frobnicate", arguments=["inspect", model, "--frobnicate"])
         for verb in ("run", "verify", "explain", "bench", "convert"):
             self.fails(USAGE, "'--modle'", "nearest is '--model'", arguments=[verb, "--modle", model])
+        self.fails(USAGE, "--quant: got 'bf16'", "fp8-block, ", "nearest is", arguments=["convert", "--model", model, "--quant", "bf16", "--output", self.folder / "o"])
         self.fails(USAGE, "'--rank'", "nearest is '--ranks'", arguments=["balance", "--rank", 2])
         self.fails(USAGE, "'--token'", "nearest is '--tokens'", arguments=["accuracy", "--token", 2])
         self.fails(USAGE, "'--thread'", "nearest is '--threads'", arguments=["demo", "--thread", 2])

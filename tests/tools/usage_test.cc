@@ -64,6 +64,7 @@ TEST(Usage, AMisspeltOptionIsNamedWithTheNearest) {
   expect_told({"run", "--model", "m", "--layer", "1", "--input", "f", "--ouptut=o"},
               {"'--ouptut'", "nearest is '--output'"});
   expect_told({"run", "-output", "o"}, {"'-output'", "nearest is '--output'"});
+  expect_told({"run", "--modle", "m"}, {"run has", "--output", "--model"});  // and the choices
   expect_told({"run", "--Repeat", "3"}, {"nearest is '--repeat'"});
   expect_told({"bench", "--shpae", "x"}, {"nearest is '--shape'"});  // in a group
   expect_told({"run", "--noep"}, {"nearest is '--no-ep'"});

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "checkpoint/container/names.h"
 #include "result_file.h"
 #include "text_file.h"
 
@@ -19,9 +20,10 @@ constexpr double kLeft = 80, kRight = 640, kTop = 70, kBottom = 460;  // of the 
 constexpr const char* kColors[] = {"#1f6fb4", "#d1495b", "#e6962e",
                                    "#5b8c5a", "#7d5ba6", "#6b705c"};
 
+// As XML has it, which knows no control characters and no bytes that are not UTF-8.
 std::string escaped(std::string_view text) {
   std::string out;
-  for (const char c : text) {
+  for (const char c : checkpoint::escape_controls(text)) {
     switch (c) {
       case '&':
         out += "&amp;";

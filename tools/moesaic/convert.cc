@@ -113,7 +113,7 @@ Verb make_convert(CLI::App& root) {
   const auto schemes = convert_schemes();
   app->add_option("--quant", state->scheme, "Format of the routed experts")
       ->required()
-      ->check(CLI::IsMember(std::vector<std::string>(schemes.begin(), schemes.end())));
+      ->check(one_of({schemes.begin(), schemes.end()}));
   app->add_option("--threads", state->common.threads,
                   "Threads; 0 takes one per core. The result does not depend on it")
       ->check(whole_number(0, 4096))

@@ -61,8 +61,8 @@ Status unknown_option(const std::string& verb, std::string_view word,
   const bool close = edit_distance(wanted, nearest) <= wanted.size() / 2 ||
                      !name_distance(wanted, nearest).unrelated;
   return {StatusCode::kInvalidArgument,
-          close ? fmt::format("option: '{}' is none of {}; nearest is '{}'", got, verb, nearest)
-                : fmt::format("option: got '{}', {} has {}", got, verb, fmt::join(names, ", "))};
+          fmt::format("option: got '{}', {} has {}{}", got, verb, fmt::join(names, ", "),
+                      close ? fmt::format("; nearest is '{}'", nearest) : "")};
 }
 
 // The first word behind the verb that is no option of it, or an option that took another for its
