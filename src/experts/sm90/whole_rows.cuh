@@ -166,10 +166,10 @@ __device__ __forceinline__ void hand_over_whole_rows(const GroupedParams& p, con
   if (thread == 0) {
     auto needed = static_cast<std::uint32_t>(L::kSplit ? p.slabs1 : p.bands1);
     MOESAIC_CUDA_FAULT(cuda_experts_requantised_before_the_last_band, needed = 1;)
-    *sh.flag() = ptx::add_acq_rel(done, 1) + 1 == needed ? 1 : 0;
+    *sh.flag(0) = ptx::add_acq_rel(done, 1) + 1 == needed ? 1 : 0;
   }
   ptx::named_barrier_sync(kRequantBarrier, kThreads);
-  if (*sh.flag() == 0) return;
+  if (*sh.flag(0) == 0) return;
   quantise_group<Inner, Tile, kThreads>(p, reinterpret_cast<RowScale*>(sh.amax()), item, thread);
   if (thread == 0) ptx::add_release(done, kGroupQuantised);
 }
