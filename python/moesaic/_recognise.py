@@ -174,6 +174,8 @@ def describe(module: Any, top_k: int) -> Described:
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise Unsupported(f"{name}: got a norm after each expert, need none")
+    if hasattr(module, "parametrizations"):  # PEFT's, while its model runs, or the caller's own
+        raise Unsupported(f"{name}: got weights that are computed at each call (an adapter of PEFT), merge it first")
     gated = bool(getattr(module, "has_gate", True))
     first = "gate_up_proj" if gated else "up_proj"
     tensors: dict[str, torch.Tensor] = {}

@@ -5,7 +5,7 @@ Importing this module registers the name ``"moesaic"``::
     import moesaic.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moesaic")
 
-packs each layer's experts at its first call and keeps the originals beside them. ::
+packs each layer's experts at its first call, and again once they changed, and keeps the originals beside them. ::
 
     report = moesaic.transformers.accelerate(model, quant="int4-g128")
 
@@ -33,11 +33,13 @@ from ._errors import Error, InvalidArgument
 from ._from_pretrained import from_pretrained
 from .torch import MoesaicExperts, drop, experts, keep, refuse_saving
 
-__all__ = ["Report", "Row", "accelerate", "from_pretrained", "prepare", "restore"]
+__all__ = ["Report", "Row", "accelerate", "from_pretrained", "prepare", "repack", "restore"]
 
 _log = logging.getLogger("moesaic")
 _STATE = "_moesaic_state"
-_HANDLE = "_moesaic_handle"
+
+# Address and count of changes of each tensor of a module.
+_Stamp = tuple[tuple[int, int], ...]
 
 
 def _pack(
@@ -75,10 +77,14 @@ def _device_of(described: _recognise.Described) -> str:
 class _Packed:
     """The packed experts of a module that keeps its originals, and what they were packed from."""
 
-    def __init__(self, layer: RoutedExperts, stamp: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, layer: RoutedExperts, stamp: _Stamp, samples: list[torch.Tensor]) -> None:
         self.layer = layer
         self.stamp = stamp
+        self.samples = samples
         self.number = keep(layer)
+        # In the form that the operator takes on this device; see moesaic.torch.
+        on_cpu = layer.device == "cpu"
+        self.handle: Any = torch.tensor(self.number, dtype=torch.int64, device="cpu") if on_cpu else self.number
 
     def __del__(self) -> None:
         drop(self.number)
@@ -86,19 +92,57 @@ class _Packed:
     def __deepcopy__(self, memo: Any) -> None:
         return None  # a copied module packs for itself
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # and so does one from another process
+
 
 _warned: set[int] = set()
 
+# Elements of a tensor that each call compares with what they were when it was packed. A merged adapter adds to
+# nearly all elements, of which rounding to bf16 may swallow most: if one in 500 changes, 4096 miss that three
+# times in 10000. Each is a line of memory: some 100 us for a tensor of 800 MB.
+_SAMPLES = 4096
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-def _stamp(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((p.data_ptr(), p._version) for p in module._parameters.values() if p is not None)
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _stamp(module: torch.nn.Module) -> _Stamp:
+    """Where the weights are, and PyTorch's count of changes: tensors of inference mode have none."""
+    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version) for t in _tensors(module))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spread elements, at least eight of each expert, as bits: a NaN is equal to itself."""
+    bits = tensor.detach().view(_BITS[tensor.element_size()])
+    experts = bits.shape[0] if bits.dim() > 0 else 1
+    step = bits.numel() // max(_SAMPLES, 8 * experts) | 1  # odd: not the same column of each row
+    if bits.is_contiguous():
+        return bits.view(-1)[::step]
+    return bits[torch.unravel_index(torch.arange(0, bits.numel(), step, device=bits.device), bits.shape)]
+
+
+def _unchanged(module: torch.nn.Module, state: _Packed) -> bool:
+    """Whether a module's weights are those that were packed.
+
+    Writing through ``.data``, as PEFT merges an adapter, changes neither the address nor the count: a sample of
+    the values shows it. What it can miss is such a write to few elements; repack() is for those.
+    """
+    if state.stamp != _stamp(module):
+        return False
+    tensors = _tensors(module)
+    if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        return True  # comparing would wait for the GPU
+    return all(torch.equal(_sample(t), sample) for t, sample in zip(tensors, state.samples, strict=True))
 
 
 def _packed(module: Any, top_k: int) -> _Packed:
     state: _Packed | None = module.__dict__.get(_STATE)
-    stamp = _stamp(module)
-    if state is None or state.stamp != stamp:
+    if state is None or not _unchanged(module, state):
         described = _recognise.describe(module, top_k)
+        stamp, samples = _stamp(module), [_sample(t).clone() for t in _tensors(module)]
         layer = _pack(described, quant="as-is", device=_device_of(described), max_tokens=512, num_threads=None)
         if id(module.config) not in _warned:  # once for a model, whose layers share it
             _warned.add(id(module.config))
@@ -107,13 +151,8 @@ def _packed(module: Any, top_k: int) -> _Packed:
                 "for each layer; moesaic.transformers.accelerate(model) releases them",
                 layer.weight_bytes,
             )
-        state = _Packed(layer, stamp)
+        state = _Packed(layer, stamp, samples)
         object.__setattr__(module, _STATE, state)
-        # In the form that the operator takes on this device; see moesaic.torch.
-        handle: Any = (
-            torch.tensor(state.number, dtype=torch.int64, device="cpu") if layer.device == "cpu" else state.number
-        )
-        object.__setattr__(module, _HANDLE, handle)
     return state
 
 
@@ -122,11 +161,12 @@ def _experts_forward(
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         _packed(self, top_k_index.shape[-1])
-    elif not hasattr(self, _HANDLE):
+    state: _Packed | None = getattr(self, _STATE, None)
+    if state is None:
         raise RuntimeError(
             "moesaic: these experts are not packed yet; call moesaic.transformers.prepare(model) before compiling"
         )
-    result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, getattr(self, _HANDLE))
+    result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, state.handle)
     return result
 
 
@@ -149,6 +189,17 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, tor
 def prepare(model: torch.nn.Module) -> None:
     """Packs all experts of a model with ``experts_implementation="moesaic"`` now, as compiling needs."""
     for _, module, parent in _modules(model):
+        _packed(module, _recognise.top_k_of(module, parent))
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Packs all experts of a model with ``experts_implementation="moesaic"`` again, whatever they look like.
+
+    For weights that were changed where calls don't see it: few elements through ``.data``, or in a compiled model,
+    whose calls don't look. A compiled model uses the new weights from then on; a captured CUDA graph doesn't.
+    """
+    for _, module, parent in _modules(model):
+        vars(module).pop(_STATE, None)
         _packed(module, _recognise.top_k_of(module, parent))
 
 

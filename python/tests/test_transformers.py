@@ -432,6 +432,80 @@ def test_edited_weights_are_packed_again(caplog: pytest.LogCaptureFixture) -> No
     assert rel_l2(second, logits(model)) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_written_through_data_are_packed_again(dtype: Any) -> None:
+    """As PEFT merges an adapter: neither the address nor PyTorch's count of changes shows it."""
+    model, eager = tiny("qwen3_moe", dtype), tiny("qwen3_moe", dtype)
+    model.set_experts_implementation("moesaic")
+    first = logits(model)
+    assert torch.equal(logits(model), first)
+    packed = [vars(layer.mlp.experts)[mt._STATE] for layer in model.model.layers]
+    torch.manual_seed(3)
+    down = torch.randn(2, 8, 64, 4), torch.randn(2, 8, 4, 64)  # of rank four
+    delta = (0.02 * down[0] @ down[1]).to(dtype)
+    for both in (model, eager):
+        weight = both.model.layers[1].mlp.experts.down_proj
+        before = weight.data_ptr(), weight._version
+        weight.data += delta[0]
+        assert (weight.data_ptr(), weight._version) == before
+    second = logits(model)
+    assert not torch.equal(first, second) and rel_l2(second, logits(eager)) <= (1e-5 if dtype.itemsize == 4 else 2e-2)
+    again = [vars(layer.mlp.experts)[mt._STATE] for layer in model.model.layers]
+    assert again[0] is packed[0] and again[1] is not packed[1], "and no other layer"
+    # A write to one expert alone is seen; to one element it need not be, and repack() is for that.
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj.data[7] *= 2
+    third = logits(model)
+    assert not torch.equal(second, third)
+    experts.gate_up_proj.data.view(-1)[1:3] += 5.0
+    mt.repack(model)
+    assert not torch.equal(logits(model), third)
+
+
+def test_samples_of_weights_are_bits_from_every_expert() -> None:
+    for shape in ((600, 8, 8), (4, 64, 128), (2, 3, 1), (0, 4, 4)):
+        numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).view(shape)
+        for tensor in (numbers, numbers.transpose(1, 2)):
+            sample = mt._sample(tensor)
+            assert sample.numel() >= min(tensor.numel(), 2700)
+            assert not shape[0] or torch.unique(sample // numbers[0].numel()).numel() == shape[0]
+    nan = torch.full((3, 4), float("nan"), dtype=torch.bfloat16)
+    assert torch.equal(mt._sample(nan), mt._sample(nan))
+
+
+def test_a_copied_module_packs_for_itself() -> None:
+    model = tiny("qwen3_moe")
+    model.set_experts_implementation("moesaic")
+    mt.prepare(model)
+    twin, eager = copy.deepcopy(model), copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    for both in (twin, eager):
+        both.model.layers[0].mlp.experts.down_proj.data *= 2
+    with pytest.raises(Exception, match=r"call moesaic\.transformers\.prepare\(model\)"):
+        torch.compile(twin, backend="eager", fullgraph=True)(PROMPT, use_cache=False)
+    torch._dynamo.reset()
+    mt.prepare(twin)
+    compiled = torch.compile(twin, backend="eager", fullgraph=True)
+    assert rel_l2(logits(compiled), logits(eager)) <= 1e-5
+    # A compiled model doesn't look at its weights: repack() gives it the new ones, without compiling again.
+    for both in (twin, eager):
+        both.model.layers[0].mlp.experts.down_proj.data *= 2
+    mt.repack(twin)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert rel_l2(logits(compiled), logits(eager)) <= 1e-5
+
+
+def test_a_model_of_inference_mode() -> None:
+    """Its tensors have no count of changes."""
+    with torch.inference_mode():
+        model, eager = tiny("qwen3_moe"), tiny("qwen3_moe")
+        model.set_experts_implementation("moesaic")
+        for _ in range(2):
+            assert rel_l2(model(PROMPT, use_cache=False).logits, eager(PROMPT, use_cache=False).logits) <= 1e-5
+            for both in (model, eager):
+                both.model.layers[0].mlp.experts.down_proj.mul_(2)
+
+
 def test_experts_of_another_rank_are_left_out() -> None:
     """Under expert parallelism transformers writes the number of experts where a slot is not this rank's."""
     experts = tiny("qwen3_moe").model.layers[0].mlp.experts
@@ -450,6 +524,10 @@ def test_wrapped_and_missing_weights_are_refused() -> None:
     for change, text in (
         (lambda m: m.to("meta"), "meta device"),
         (lambda m: setattr(m, "lora_A", torch.nn.Identity()), "adapter"),
+        (
+            lambda m: torch.nn.utils.parametrize.register_parametrization(m, "down_proj", torch.nn.Identity()),
+            "computed at each call",
+        ),
         (lambda m: m.to(torch.float64), "got weights of torch.float64"),
     ):
         changed = copy.deepcopy(experts)
