@@ -24,6 +24,7 @@ import inspect
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -244,6 +245,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
     mk: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
     reduce: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.topk_weight_and_reduce")
     platform: Any = importlib.import_module("vllm.platforms").current_platform
+    operator: Any = importlib.import_module("moesaic.torch")
     base: Any = mk.FusedMoEExpertsModular
 
     class MoesaicExperts(base):  # type: ignore[misc]
@@ -252,6 +254,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         def __init__(self, moe_config: Any, quant_config: Any, **rest: Any) -> None:
             super().__init__(moe_config, quant_config, **rest)
             self._moesaic: Any = None
+            self._handle: Any = None  # how the operator finds it; see moesaic.torch
 
         @staticmethod
         def activation_format() -> Any:
@@ -355,6 +358,9 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 max_tokens=options.max_tokens,
                 num_threads=options.num_threads,
             )
+            number = operator.keep(self._moesaic)
+            weakref.finalize(self, operator.drop, number)
+            self._handle = number if on_gpu else torch.tensor(number, dtype=torch.int64, device="cpu")
             for weight in (w13, w2):
                 shape = weight.shape
                 weight.data = weight.data.new_empty(1).expand(shape)
@@ -380,7 +386,13 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
             expert_tokens_meta: Any,
             apply_router_weight_on_input: bool,
         ) -> None:
-            if self._moesaic is None:
+            # On CPUs vLLM compiles a whole model, this method with it, and takes no break in the graph.
+            compiling = torch.compiler.is_compiling()
+            if self._handle is None:
+                if compiling:
+                    raise Unsupported(
+                        "the first call of an experts layer cannot be compiled: its weights are not packed"
+                    )
                 self._pack(w1, w2, activation)
             ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
             if expert_map is not None:  # global id -> local one, -1: another rank's
@@ -388,7 +400,10 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 ids = torch.where(known, expert_map[ids.clamp(min=0).long()], -1).to(torch.int32)
             if apply_router_weight_on_input:  # vLLM has multiplied the input by them
                 topk_weights = torch.ones_like(topk_weights)
-            self._moesaic(hidden_states, ids, topk_weights, out=output)
+            if compiling:
+                output.copy_(operator.experts(hidden_states, ids, topk_weights, self._handle))
+            else:
+                self._moesaic(hidden_states, ids, topk_weights, out=output)
 
     return MoesaicExperts
 

@@ -315,6 +315,14 @@ def test_engine_generates_the_same_tokens(tmp_path):
     assert sum(theirs["STORAGE"]) > 1_000_000 and sum(ours["STORAGE"]) <= 8
 
 
+def test_engine_compiles_the_model(tmp_path):
+    """Without --enforce-eager: one graph, in which the experts are an operator."""
+    model, ours = MODELS / "mini-qwen3-moe", {"additional_config": {"moesaic": True}}
+    want, _ = generate(model, ours, tmp_path)
+    got, said = generate(model, ours | {"enforce_eager": False}, tmp_path)
+    assert "Using MoesaicExperts" in said and got["TOKENS"] == want["TOKENS"]
+
+
 def test_engine_with_fp8_experts(tmp_path):
     """FP8 blocks, which vLLM's own kernels compute on CPUs with AMX only: bf16's tokens."""
     model = tmp_path / "fp8"

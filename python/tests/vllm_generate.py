@@ -37,9 +37,8 @@ def main() -> None:
     llm = LLM(
         model=sys.argv[1],
         skip_tokenizer_init=True,
-        enforce_eager=True,
         max_model_len=128,
-        **options,
+        **({"enforce_eager": True} | options),
     )
     # The bundled models speak bytes.
     prompts = [{"prompt_token_ids": list(text)} for text in PROMPTS]

@@ -1,0 +1,154 @@
+"""The plugin for vLLM without vLLM: the class that it gives, over stand-ins for vLLM's, and its options."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+plugin = importlib.import_module("moesaic.vllm")
+
+HIDDEN, WIDTH = 64, 96
+
+
+class Format(enum.Enum):
+    Standard = 1
+    BatchedExperts = 2
+
+
+class Base:
+    """What of vLLM's FusedMoEExpertsModular the class uses."""
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+        self.w1_scale, self.w2_scale = quant_config.w1_scale, quant_config.w2_scale
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = "vllm.model_executor.layers"
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.model_executor": {},
+        layers: {},
+        f"{layers}.fused_moe": {},
+        f"{layers}.fused_moe.modular_kernel": {"FusedMoEExpertsModular": Base, "FusedMoEActivationFormat": Format},
+        f"{layers}.fused_moe.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": object},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)},
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("MOESAIC_VLLM", raising=False)
+
+
+class Layer:
+    """Experts as vLLM hands them over, and the object that the plugin's class makes of them."""
+
+    def __init__(
+        self,
+        experts: int = 8,
+        top_k: int = 2,
+        dtype: Any = torch.bfloat16,
+        activation: str = "silu",
+        bias: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(
+            hidden_dim=HIDDEN,
+            intermediate_size_per_partition=WIDTH,
+            num_local_experts=experts,
+            experts_per_token=top_k,
+            activation=SimpleNamespace(value=activation),
+            in_dtype=dtype,
+            device="cpu",
+            has_bias=bias,
+        )
+        self.biases = [torch.randn(experts, n).to(dtype) if bias else None for n in (2 * WIDTH, HIDDEN)]
+        quant = SimpleNamespace(w1_bias=self.biases[0], w2_bias=self.biases[1], w1_scale=None, w2_scale=None)
+        self.w13 = torch.randn(experts, 2 * WIDTH, HIDDEN).mul_(HIDDEN**-0.5).to(dtype)
+        self.w2 = torch.randn(experts, HIDDEN, WIDTH).mul_(WIDTH**-0.5).to(dtype)
+        self.held = SimpleNamespace(
+            w13_weight=torch.nn.Parameter(self.w13, requires_grad=False),
+            w2_weight=torch.nn.Parameter(self.w2, requires_grad=False),
+            activation=self.config.activation,
+        )
+        self.kernel = plugin._make_class(None, "as-is", plugin.Options())(self.config, quant)
+        self.refusal = plugin._refusal(self.config, None, "as-is")
+
+    def pack(self) -> None:
+        self.kernel.process_weights_after_loading(self.held)
+
+    def __call__(self, x: Any, weights: Any, ids: Any, expert_map: Any = None, on_input: bool = False) -> Any:
+        output = torch.empty_like(x)
+        self.kernel.apply(
+            output, x, self.held.w13_weight, self.held.w2_weight, weights, ids, self.config.activation,
+            8, expert_map, None, None, None, None, None, on_input,
+        )  # fmt: skip
+        return output
+
+    def exact(self, x: Any, weights: Any, ids: Any) -> Any:
+        """In float64; silu only."""
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for row in range(x.shape[0]):
+            for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+                if expert >= 0:
+                    gate, up = (self.w13[expert].double() @ x[row].double()).chunk(2)
+                    out[row] += weight * (self.w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
+        return out
+
+
+def batch(tokens: int, dtype: Any = torch.bfloat16) -> tuple[Any, Any, Any]:
+    torch.manual_seed(tokens)
+    return (
+        torch.randn(tokens, HIDDEN).to(dtype),
+        torch.rand(tokens, 2),
+        torch.randint(0, 8, (tokens, 2), dtype=torch.int32),
+    )
+
+
+def test_a_model_is_compiled_in_one_graph(engine: None) -> None:
+    """As vLLM does on CPUs unless it is told --enforce-eager."""
+    first, second = Layer(), Layer()
+    first.pack(), second.pack()
+    expert_map = torch.tensor([3, -1, 0, 1, 2, -1, 7, 5], dtype=torch.int32)
+
+    def model(x: Any, weights: Any, ids: Any) -> Any:
+        y = first(x, weights, ids)
+        return second(y + x, weights, ids, expert_map) + second(x, weights, ids, None, True)
+
+    for tokens in (5, 1):
+        eager = model(*batch(tokens))
+        for backend in ("eager", "aot_eager", "inductor"):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, backend=backend)
+            assert torch.equal(compiled(*batch(tokens)), eager), backend
+    x, weights, ids = batch(5)
+    want = first.exact(x, weights, ids)
+    assert (first(x, weights, ids).double() - want).norm() <= 6e-3 * want.norm()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cannot be compiled: its weights are not packed"):
+        torch.compile(Layer(), fullgraph=True, backend="eager")(x, weights, ids)
+
+
+def test_experts_go_with_their_layer(engine: None) -> None:
+    operator = importlib.import_module("moesaic.torch")
+    layer = Layer()
+    layer.pack()
+    number = int(layer.kernel._handle)
+    assert number in operator._layers
+    del layer
+    assert number not in operator._layers
