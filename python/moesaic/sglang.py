@@ -95,6 +95,11 @@ class Experts:
         for name in ("no_combine", "apply_router_weight_on_input"):
             if getattr(config, name):
                 raise Unsupported(f"{name}: got True, need False")
+        experts = getattr(config, "num_local_experts", None)
+        if experts is not None and config.top_k is not None and config.top_k > experts:
+            raise Unsupported(
+                f"experts: got {experts} on this rank for {config.top_k} of a token, need at least as many"
+            )
         _activation(config, False)  # what it can't compute is refused before weights are loaded
         self._config = config
         self._layer: Any = None

@@ -109,18 +109,36 @@ class Options:
 
     @classmethod
     def parse(cls, value: object) -> Options | None:
-        """Options of `value`: None for anything false. Raises `moesaic.InvalidArgument`."""
-        if not value:
+        """What `value` asks for, None for off. Raises `moesaic.InvalidArgument`.
+
+        true, 1 or "on" and false, 0 or "off", as values or as text in any case; nothing (None, an empty text)
+        is off. A table is on, an empty one with the defaults.
+        """
+        if isinstance(value, Mapping):
+            return cls._of_table(value)
+        word = "" if value is None else str(value).strip().lower()
+        if word in ("1", "true", "on"):
+            return cls()
+        if word in ("", "0", "false", "off"):
             return None
-        if not isinstance(value, Mapping):
-            if value is True or str(value).lower() in ("1", "true", "on"):
-                return cls()
-            raise InvalidArgument(f"moesaic: got {value!r}, need true, false or a table of options")
+        raise InvalidArgument(f"moesaic: got {value!r}, need true or 1 or on, false or 0 or off, or a table of options")
+
+    @classmethod
+    def _of_table(cls, table: Mapping[Any, Any]) -> Options:
         fields = {field.name for field in dataclasses.fields(cls)}
-        for name in value:
+        for name in table:
             if name not in fields:
                 raise InvalidArgument(f"moesaic: got option {name!r}, need one of {sorted(fields)}")
-        return cls(**value)
+        made = cls(**table)
+        if made.quant != "as-is" and made.quant not in moesaic.quant_schemes():
+            raise InvalidArgument(f"moesaic: got quant {made.quant!r}, need as-is or one of {moesaic.quant_schemes()}")
+        for name, unset in (("num_threads", True), ("max_tokens", False)):
+            number = getattr(made, name)
+            if unset and number is None:
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise InvalidArgument(f"moesaic: got {name} {number!r}, need a whole number from 1 on")
+        return made
 
 
 def supported_versions() -> str:
@@ -152,7 +170,7 @@ def _options() -> Options | None:
     table = getattr(config, "additional_config", None)
     if isinstance(table, Mapping) and "moesaic" in table:
         return Options.parse(table["moesaic"])
-    return Options.parse(os.environ.get("MOESAIC_VLLM", "").strip().replace("0", ""))
+    return Options.parse(os.environ.get("MOESAIC_VLLM"))
 
 
 def _key_name(key: object) -> str | None:
@@ -218,12 +236,15 @@ def _refusal(moe_config: Any, stored: str | None, quant: str) -> str | None:
     kind = moe_config.activation.value
     if kind == "swigluoai_uninterleave" and limit is None:
         limit = 7.0  # a layer's own, which is not known before its weights are
+    experts, top_k = moe_config.num_local_experts, moe_config.experts_per_token
+    if top_k > experts:  # expert parallelism with many ranks
+        return f"experts: got {experts} on this rank for {top_k} of a token, need at least as many"
     try:
         spec = moesaic.LayerSpec(
             hidden_size=moe_config.hidden_dim,
             intermediate_size=moe_config.intermediate_size_per_partition,
-            num_experts=moe_config.num_local_experts,
-            top_k=min(moe_config.experts_per_token, moe_config.num_local_experts),
+            num_experts=experts,
+            top_k=top_k,
             activation=_activation(kind, limit, alpha, beta, moe_config),
             quant=stored or plain_names[dtype],
         )

@@ -202,6 +202,7 @@ def test_run(engine, interleaved, factor):
         ({"gemm1_clamp_limit": 7.0}, "gemm1_clamp_limit 7.0"),  # clamps after the silu
         ({"gemm1_alpha": 1.7}, "need a limit"),
         ({"activation": "situ"}, "got situ"),
+        ({"num_local_experts": 1}, "got 1 on this rank for 2 of a token"),
     ],
 )
 def test_refusals_before_loading(engine, changes, text):

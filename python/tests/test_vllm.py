@@ -256,28 +256,6 @@ def test_apply(mapped):
         experts.process_weights_after_loading(layer)
 
 
-@pytest.mark.parametrize(
-    ("value", "want"),
-    [
-        (None, None),
-        (False, None),
-        ({}, None),
-        (True, plugin.Options()),
-        ("1", plugin.Options()),
-        ({"quant": "int4-g128"}, plugin.Options(quant="int4-g128")),
-    ],
-)
-def test_options(value, want):
-    assert plugin.Options.parse(value) == want
-
-
-def test_bad_options():
-    with pytest.raises(moesaic.InvalidArgument, match="got option 'quants', need one of"):
-        plugin.Options.parse({"quants": "int8"})
-    with pytest.raises(moesaic.InvalidArgument, match="need true, false or a table"):
-        plugin.Options.parse("maybe")
-
-
 def generate(folder, options, tmp_path):
     """Runs vllm_generate.py with the plugin's entry point on the path."""
     info = tmp_path / "moesaic_entry_point-0.dist-info"

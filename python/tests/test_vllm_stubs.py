@@ -14,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+import moesaic
+
 plugin = importlib.import_module("moesaic.vllm")
 
 HIDDEN, WIDTH = 64, 96
@@ -152,3 +154,60 @@ def test_experts_go_with_their_layer(engine: None) -> None:
     assert number in operator._layers
     del layer
     assert number not in operator._layers
+
+
+def test_a_rank_with_fewer_experts_than_a_token_has_is_left_to_vllm(engine: None) -> None:
+    """Expert parallelism with many ranks: what is not refused is packed."""
+    assert "got 1 on this rank for 2 of a token" in Layer(experts=1).refusal
+    layer = Layer(experts=2)
+    assert layer.refusal is None
+    layer.pack()
+
+
+ON, OFF = plugin.Options(), None
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (None, OFF),
+        (False, OFF),
+        (0, OFF),
+        ("", OFF),
+        ("0", OFF),
+        ("false", OFF),
+        ("Off", OFF),
+        (True, ON),
+        (1, ON),
+        ("1", ON),
+        ("TRUE", ON),
+        (" on ", ON),
+        ({}, ON),  # a table is asked for, if only with what stands there anyway
+        ({"quant": "int4-g128"}, plugin.Options(quant="int4-g128")),
+        ({"num_threads": 3, "max_tokens": 64}, plugin.Options(num_threads=3, max_tokens=64)),
+    ],
+)
+def test_options(engine: None, monkeypatch: pytest.MonkeyPatch, value: Any, want: Any) -> None:
+    assert plugin.Options.parse(value) == want
+    if isinstance(value, str):
+        monkeypatch.setenv("MOESAIC_VLLM", value)
+        assert plugin._options() == want
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("maybe", "got 'maybe', need true or 1 or on, false or 0 or off, or a table"),
+        ("00", "got '00', need true"),
+        (10, "got 10, need true"),
+        ({"quants": "int8"}, "got option 'quants', need one of"),
+        ({"quant": "foo"}, "got quant 'foo', need as-is or one of"),
+        ({"quant": None}, "got quant None"),
+        ({"num_threads": "3"}, "got num_threads '3', need a whole number"),
+        ({"max_tokens": 0}, "got max_tokens 0, need a whole number"),
+        ({"max_tokens": None}, "got max_tokens None"),
+    ],
+)
+def test_bad_options(value: Any, text: str) -> None:
+    with pytest.raises(moesaic.InvalidArgument, match=text):
+        plugin.Options.parse(value)
