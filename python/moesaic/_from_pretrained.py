@@ -9,6 +9,7 @@ the checkpoint names.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import itertools
@@ -120,6 +121,8 @@ def from_pretrained(
     if config is None:
         names = ("trust_remote_code", "code_revision")
         config = transformers.AutoConfig.from_pretrained(folder, **{n: hf[n] for n in names if n in hf})
+    else:
+        config = copy.deepcopy(config)  # the caller's stays as it is
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):
         inner = None

@@ -337,3 +337,17 @@ def test_loading_info_comes_along():
     model, info = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.moesaic_report.rows
+
+
+def test_a_callers_configuration_stays_as_it_is(tmp_path):
+    moesaic.convert(MODELS / "mini-qwen3-moe", tmp_path / "mxfp8", quant="mxfp8")
+    for folder in (MODELS / "mini-qwen3-moe", tmp_path / "mxfp8"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        before = config.to_dict()
+        with pytest.raises(moesaic.Error, match="zzz"):
+            from_pretrained(folder, config=config, quant="zzz", progress=False)
+        assert config.to_dict() == before
+        models = [from_pretrained(folder, config=config, progress=False) for _ in range(2)]
+        assert config.to_dict() == before
+        with torch.no_grad():
+            assert torch.equal(models[0](prompt()).logits, models[1](prompt()).logits)
