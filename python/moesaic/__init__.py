@@ -7,6 +7,8 @@ none of them.
 
 from __future__ import annotations
 
+import os as _os
+import sys as _sys
 import sysconfig as _sysconfig
 
 if _sysconfig.get_config_var("Py_GIL_DISABLED"):
@@ -37,6 +39,7 @@ from ._core import (
     explain,
     quant_schemes,
 )
+from ._core import note_openmp_threads as _note_openmp_threads
 from ._env import env
 from ._errors import (
     Aliasing,
@@ -59,6 +62,15 @@ from ._errors import (
 )
 
 __version__ = "0.1.0"
+
+
+def _before_fork() -> None:
+    # PyTorch computes with the same OpenMP, whose threads a child would wait for.
+    if getattr(_sys.modules.get("torch"), "get_num_threads", lambda: 1)() > 1:
+        _note_openmp_threads()
+
+
+_os.register_at_fork(before=_before_fork)
 
 __all__ = [
     "Activation",

@@ -542,6 +542,11 @@ class GateLinear:
 
 def environment() -> dict[str, Any]: ...
 
+def note_openmp_threads() -> None:
+    """
+    Called before a fork where other code of this process may have made OpenMP's threads.
+    """
+
 def quant_schemes() -> list[str]:
     """Names of all schemes, those that only files have last."""
 

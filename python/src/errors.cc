@@ -1,5 +1,7 @@
 #include "errors.h"
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <mutex>
 #include <string_view>
@@ -39,6 +41,14 @@ void raise(StatusCode code, const std::string& text) {
                             text.data(), static_cast<Py_ssize_t>(text.size()), "replace")));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
+}
+
+void raise_not_cast(std::string_view field, nb::handle value, std::string_view need) {
+  PyErr_Clear();
+  constexpr std::size_t kShown = 80;
+  std::string found = nb::repr(value).c_str();
+  if (found.size() > kShown) found = found.substr(0, kShown) + "...";
+  raise(StatusCode::kInvalidArgument, fmt::format("{}: got {}, need {}", field, found, need));
 }
 
 void install_log_sink() {

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "moesaic/status.h"
@@ -15,6 +16,10 @@ namespace moesaic::python {
 [[noreturn]] void raise(const Status& status);
 [[noreturn]] void raise(StatusCode code, const std::string& text);
 
+// "field: got repr(value), need ..."
+[[noreturn]] void raise_not_cast(std::string_view field, nanobind::handle value,
+                                 std::string_view need);
+
 inline void check(const Status& status) {
   if (!status.ok()) raise(status);
 }
@@ -22,6 +27,15 @@ template <class T>
 T unwrap(Result<T> result) {
   if (!result.ok()) raise(result.status());
   return std::move(result).value();
+}
+
+// A Python value as T. kInvalidArgument, which names the field, where it is none; `need` says what is
+// one.
+template <class T>
+T cast_as(std::string_view field, nanobind::handle value, std::string_view need) {
+  T made{};
+  if (!nanobind::try_cast<T>(value, made)) raise_not_cast(field, value, need);
+  return made;
 }
 
 // Hands warnings that the library gave since the last call to the Python logger "moesaic". The sink

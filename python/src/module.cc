@@ -114,6 +114,8 @@ NB_MODULE(_core, m) {
   bind_routed_experts(m);
   bind_routing_stages(m);
   m.def("environment", &environment, nb::sig("def environment() -> dict[str, typing.Any]"));
+  m.def("note_openmp_threads", &note_openmp_threads,
+        "Called before a fork where other code of this process may have made OpenMP's threads.");
   m.def("quant_schemes", &scheme_names, "Names of all schemes, those that only files have last.");
   m.def("apply_activation", &activate, nb::arg("activation"), nb::arg("x"), nb::kw_only(),
         nb::arg("gate_up") = "gate_then_up", nb::arg("out").none() = nb::none(),

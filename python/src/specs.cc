@@ -12,6 +12,7 @@
 
 #include "core/fault.h"
 #include "errors.h"
+#include "fork.h"
 
 namespace nb = nanobind;
 
@@ -170,13 +171,25 @@ DType dtype_of(std::string_view field, const std::string& name) {
                     name));
 }
 
-int threads_of(nb::handle num_threads) {
-  if (!num_threads.is_none()) return nb::cast<int>(num_threads);
+namespace {
+
+int wanted_threads(nb::handle num_threads) {
+  if (!num_threads.is_none()) {
+    return cast_as<int>("num_threads", num_threads, "a whole number, or None");
+  }
   const nb::dict modules = nb::module_::import_("sys").attr("modules");
   if (!modules.contains("torch") || MOESAIC_FAULT(python_threads_not_torchs)) return 0;
   const nb::object torch = modules["torch"];
   // A module that is being imported has no functions yet.
   return nb::hasattr(torch, "get_num_threads") ? nb::cast<int>(torch.attr("get_num_threads")()) : 0;
+}
+
+}  // namespace
+
+int threads_of(nb::handle num_threads) {
+  const int threads = wanted_threads(num_threads);
+  check_threads_after_fork(threads);
+  return threads;
 }
 
 Device device_of(nb::handle device) {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # A fault point of the binding: MOESAIC_FAULT(name) in python/src. Its tests as pytest takes them: file, -k.
 BINDING = {
-    "python_fork_not_noticed": ("test_errors.py", "forked_child"),
+    "python_fork_not_noticed": ("test_errors.py", "forked_child_is_told"),
+    "python_lost_pool_not_noticed": ("test_errors.py", "forked_child_makes"),
     "python_ids_beyond_kept": ("test_layers.py", "ids_beyond"),
     "python_out_shape_unchecked": ("test_layers.py", "misuse"),
     "python_narrow_weights_lost": ("test_torch.py", "narrow"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
@@ -104,6 +105,69 @@ def test_a_forked_child_is_told_to_spawn(own: OwnExperts) -> None:
         except BaseException:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+FORKED = """
+import os, sys, time
+import numpy as np
+import moesaic
+
+model, before, folder = sys.argv[1:]
+w13, w2 = np.ones((4, 64, 32), np.float32) / 9, np.ones((4, 32, 32), np.float32) / 9
+x, ids, weights = np.ones((64, 32), np.float32), np.zeros((64, 2), int), np.ones((64, 2), np.float32)
+
+
+def make(num_threads):
+    return moesaic.RoutedExperts.from_tensors(w13, w2, 2, num_threads=num_threads)(x, ids, weights)
+
+
+if before != "nothing":
+    wanted = make(1 if before == "one thread" else 3)
+ways = {
+    "make": lambda n: make(n),
+    "load": lambda n: moesaic.FusedMoE.from_checkpoint(moesaic.Checkpoint(model), 1, num_threads=n),
+    "router": lambda n: moesaic.Router(num_experts=16, top_k=2, num_threads=n)(np.ones((64, 16), np.float32)),
+    "gate": lambda n: moesaic.GateLinear(w2[0], num_threads=n)(x),
+    "convert": lambda n: moesaic.convert(model, f"{folder}/{n}", quant="mxfp8", num_threads=n),
+}
+for name, way in ways.items():
+    for threads in (1, 3):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                result = way(threads)
+                os._exit(0 if name != "make" or before == "nothing" or np.array_equal(result, wanted) else 1)
+            except moesaic.DeviceError as error:
+                os._exit(2 if "spawn" in str(error) and "need num_threads=1" in str(error) else 3)
+            except BaseException:
+                os._exit(4)
+        end = time.monotonic() + 20
+        done = (0, 0)
+        while done == (0, 0) and time.monotonic() < end:
+            time.sleep(0.01)
+            done = os.waitpid(pid, os.WNOHANG)
+        if done == (0, 0):
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        print(name, threads, "hangs" if done == (0, 0) else os.waitstatus_to_exitcode(done[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("before", ["nothing", "one thread", "threads"])
+def test_a_forked_child_makes_objects_or_is_told(qwen3: pathlib.Path, tmp_path: pathlib.Path, before: str) -> None:
+    """OpenMP waits forever for threads that the parent had: several are refused there, and one works."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(qwen3), before, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = before == "threads"
+    names = ("make", "load", "router", "gate", "convert")
+    want = [f"{name} {n} {2 if refused and n > 1 else 0}" for name in names for n in (1, 3)]
+    assert done.stdout.split("\n")[:-1] == want
 
 
 def test_a_call_lets_other_threads_run(own: OwnExperts) -> None:
