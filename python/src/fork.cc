@@ -33,8 +33,7 @@ void check_not_forked(std::int64_t made_at) {
       StatusCode::kDevice,
       "this object was made before fork(); its threads and device memory are the parent's: use the "
       "multiprocessing start method \"spawn\", or make the object in the child (there on a CPU, "
-      "and "
-      "with num_threads=1 if the parent had computed)");
+      "and with num_threads=1 if the parent had computed)");
 }
 
 void note_openmp_threads() { g_has_pool = true; }
@@ -47,9 +46,8 @@ void check_threads_after_fork(int num_threads) {
         StatusCode::kDevice,
         "num_threads: got " + std::to_string(threads) +
             " in a process that was forked from one that may have computed with several threads, "
-            "whose "
-            "OpenMP would wait for them forever; need num_threads=1, or the multiprocessing start "
-            "method \"spawn\"");
+            "whose OpenMP would wait for them forever; need num_threads=1, or the multiprocessing "
+            "start method \"spawn\"");
   }
   note_openmp_threads();
 }
