@@ -247,6 +247,7 @@ def _refusal(moe_config: Any, stored: str | None, quant: str) -> str | None:
             top_k=top_k,
             activation=_activation(kind, limit, alpha, beta, moe_config),
             quant=stored or plain_names[dtype],
+            has_expert_bias=bool(getattr(moe_config, "has_bias", False)),
         )
         report = moesaic.explain(spec, quant=quant, device=_device_of(moe_config))
     except Error as error:

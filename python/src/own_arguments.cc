@@ -6,6 +6,8 @@
 #include <array>
 
 #include "errors.h"
+#include "moesaic/device_tensor.h"
+#include "numerics/element.h"
 #include "specs.h"
 
 namespace nb = nanobind;
@@ -66,6 +68,29 @@ void as_codes(DType wanted, bool scale, ConstTensorView* t) {
   }
 }
 
+// The same numbers, contiguous and in host memory.
+Tensor wide_bias(std::string_view field, ConstTensorView t) {
+  Tensor host;
+  if (t.device.is_cuda()) {
+    check(expect_contiguous(field, t));
+    host = unwrap(Tensor::uninitialized(t.dtype, t.shape));
+    check(copy_tensor(t, host.view()));
+    t = host.view();
+  }
+  if (t.rank() != 2) {
+    raise(StatusCode::kInvalidShape,
+          fmt::format("{}: got {}, need a row for each expert", field, t.shape.to_string()));
+  }
+  Tensor wide = unwrap(Tensor::uninitialized(DType::kF32, t.shape));
+  float* to = wide.as<float>();
+  for (std::int64_t e = 0; e < t.dim(0); ++e) {
+    for (std::int64_t n = 0; n < t.dim(1); ++n) {
+      *to++ = load_as_f32(t.data, t.dtype, e * t.strides[0] + n * t.strides[1]);
+    }
+  }
+  return wide;
+}
+
 }  // namespace
 
 OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
@@ -93,6 +118,13 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
   }
   if (!own.tensors.w13.present() || !own.tensors.w2.present()) {
     raise(StatusCode::kInvalidArgument, "w13, w2: got None, need a tensor each");
+  }
+
+  for (const auto& [name, member] : {Named{"w13_bias", &ExpertWeightsView::w13_bias},
+                                     Named{"w2_bias", &ExpertWeightsView::w2_bias}}) {
+    ConstTensorView& bias = own.tensors.*member;
+    if (!bias.present() || bias.dtype != DType::kF16) continue;
+    bias = made.widened.emplace_back(wide_bias(name, bias)).view();
   }
 
   MoeLayerSpec& spec = made.spec;

@@ -17,7 +17,8 @@ namespace moesaic::python {
 struct OwnArguments {
   OwnWeights weights;  // views into `keep`
   std::vector<TensorArg> keep;
-  MoeLayerSpec spec;  // sizes from the tensors
+  std::vector<Tensor> widened;  // biases in F16, as the F32 that the library takes
+  MoeLayerSpec spec;            // sizes from the tensors
 };
 
 // `fields`: the tensors beside w13 and w2, by the names of ExpertWeightsView; TypeError for another

@@ -164,6 +164,28 @@ def test_a_rank_with_fewer_experts_than_a_token_has_is_left_to_vllm(engine: None
     layer.pack()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_biases_of_the_models_dtype(engine: None, dtype: Any, activation: str) -> None:
+    layer = Layer(dtype=dtype, activation=activation, bias=True)
+    assert layer.refusal is None
+    layer.pack()
+    assert layer(*batch(3, dtype)).isfinite().all()
+
+
+def test_biases_that_a_scheme_does_not_take_are_left_to_vllm(engine: None) -> None:
+    config = Layer(bias=True).config
+    for quant in ("as-is", "int8", "fp8-block", "int4-g128"):
+        refusal = plugin._refusal(config, None, quant)
+        layer = Layer(bias=True)
+        layer.kernel = plugin._make_class(None, quant, plugin.Options(quant=quant))(config, layer.kernel.quant_config)
+        if refusal is None:
+            layer.pack()
+        else:
+            with pytest.raises(moesaic.Error):
+                layer.pack()
+
+
 ON, OFF = plugin.Options(), None
 
 
