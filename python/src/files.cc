@@ -23,9 +23,10 @@ namespace nb = nanobind;
 namespace moesaic::python {
 namespace {
 
-// str or os.PathLike.
+// str, bytes or os.PathLike, as the system's bytes: a name need not be text.
 std::string path_of(nb::handle path) {
-  return nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(path));
+  const nb::object bytes = nb::module_::import_("os").attr("fsencode")(path);
+  return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
 }
 
 FileAccess access_of(const std::string& name) {

@@ -85,7 +85,12 @@ nb::object activate(nb::handle activation, nb::handle x, const std::string& gate
   } else {
     result = in.like(in.view().dtype, dims, &to);
   }
-  check(apply_activation(spec, layout, in.view(), to));
+  Status status;
+  {
+    const nb::gil_scoped_release released;
+    status = apply_activation(spec, layout, in.view(), to);
+  }
+  check(status);
   return result;
 }
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -58,11 +59,23 @@ void fill(const Exported& e, DlTensor* t) {
   t->shape = const_cast<std::int64_t*>(e.dims.data());  // the protocol's field is not const
 }
 
+int major_of(nb::handle version) {
+  constexpr std::string_view kNeed = "a pair of whole numbers, or None";
+  if (!nb::isinstance<nb::tuple>(version) || nb::len(version) != 2) {
+    raise_not_cast("max_version", version, kNeed);
+  }
+  return cast_as<int>("max_version", version[0], kNeed);
+}
+
 nb::object dlpack(const OwnedTensor& self, nb::handle stream, nb::handle max_version,
                   nb::handle device, nb::handle copy) {
   static_cast<void>(stream);
-  static_cast<void>(device);
-  if (!copy.is_none() && nb::cast<bool>(copy)) {
+  if (!device.is_none() && !device.equal(nb::make_tuple(kDlCpu, 0))) {
+    PyErr_SetString(PyExc_BufferError,
+                    "moesaic.Tensor is host memory; copy it to a device afterwards");
+    throw nb::python_error();
+  }
+  if (!copy.is_none() && PyObject_IsTrue(copy.ptr()) != 0) {
     PyErr_SetString(PyExc_BufferError, "moesaic.Tensor exports its own memory; copy it afterwards");
     throw nb::python_error();
   }
@@ -70,7 +83,7 @@ nb::object dlpack(const OwnedTensor& self, nb::handle stream, nb::handle max_ver
   e->tensor = self.tensor;
   const auto dims = self.tensor->shape().dims();
   e->dims.assign(dims.begin(), dims.end());
-  const bool versioned = !max_version.is_none() && nb::cast<int>(max_version[0]) >= 1;
+  const bool versioned = !max_version.is_none() && major_of(max_version) >= 1;
   fill(*e, versioned ? &e->versioned.tensor : &e->managed.tensor);
   e->versioned.context = e->managed.context = e.get();
   e->versioned.deleter = [](DlManagedVersioned* t) { delete static_cast<Exported*>(t->context); };

@@ -76,6 +76,20 @@ const DlExchange* table_of(nb::handle object) {
   return table;
 }
 
+// Of objects with an exchange table; what a type lacks is remembered, as looking for it is slow.
+bool is_negated(nb::handle object) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  static PyTypeObject* without = nullptr;  // the last one
+  if (Py_TYPE(object.ptr()) == without) return false;
+  PyObject* const answer = PyObject_CallMethodObjArgs(object.ptr(), name, nullptr);
+  if (answer == nullptr) {
+    PyErr_Clear();
+    without = Py_TYPE(object.ptr());
+    return false;
+  }
+  return PyObject_IsTrue(nb::steal(answer).ptr()) == 1;
+}
+
 std::string class_name(nb::handle object) { return nb::type_name(object.type()).c_str(); }
 
 // str(object): nb::str of an attribute would only be a cast.
@@ -225,6 +239,11 @@ void TensorArg::from_table(std::string_view field, nb::handle object) {
     if (result != 0) raise_not_handed_over(field, object, nb::python_error());
   };
   DlTensor t;
+  // PyTorch's table hands over the memory of a view that is to be negated when it is read.
+  if (is_negated(object)) {
+    raise(StatusCode::kInvalidLayout,
+          fmt::format("{}: got a view that negates its memory, need resolve_neg() of it", field));
+  }
   if (api_->tensor_from_object != nullptr) {
     check_done(api_->tensor_from_object(object.ptr(), &t));
     take(field, t);
@@ -399,15 +418,16 @@ Stream stream_of(nb::handle stream, const TensorArg& tensor) {
     }
     return tensor.current_stream();
   }
+  constexpr std::string_view kNeed = "the address of a stream, or an object that has one";
   std::uintptr_t handle = 0;
   if (nb::hasattr(stream, "__cuda_stream__")) {
-    handle = nb::cast<std::uintptr_t>(stream.attr("__cuda_stream__")()[1]);
+    handle = cast_as<std::uintptr_t>("stream", stream.attr("__cuda_stream__")()[1], kNeed);
   } else if (nb::hasattr(stream, "cuda_stream")) {
-    handle = nb::cast<std::uintptr_t>(stream.attr("cuda_stream"));
+    handle = cast_as<std::uintptr_t>("stream", stream.attr("cuda_stream"), kNeed);
   } else if (nb::hasattr(stream, "ptr")) {
-    handle = nb::cast<std::uintptr_t>(stream.attr("ptr"));
+    handle = cast_as<std::uintptr_t>("stream", stream.attr("ptr"), kNeed);
   } else {
-    handle = nb::cast<std::uintptr_t>(stream);
+    handle = cast_as<std::uintptr_t>("stream", stream, kNeed);
   }
   return {reinterpret_cast<void*>(handle)};
 }

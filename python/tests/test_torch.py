@@ -73,6 +73,14 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
         module.layer(x, ids, weights)
 
 
+def test_views_that_negate_their_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+    negated = torch._neg_view(x)
+    with pytest.raises(moesaic.InvalidLayout, match=r"hidden_states: got a view that negates .* need resolve_neg\(\)"):
+        module.layer(negated, ids, weights)
+    assert torch.equal(module.layer(negated.resolve_neg(), ids, weights), module.layer(-x, ids, weights))
+
+
 class Refusing:
     """Another framework's tensor that says no."""
 
