@@ -21,12 +21,17 @@ nb::object call_fused(const FusedLayer& self, nb::handle x, nb::handle router_lo
              stream, trace, copy);
 }
 
+MoeLayerSpec spec_without_shared(MoeLayerSpec spec, const FusedMoE::Options& options) {
+  if (!options.include_shared) spec.shared = SharedExpertSpec();
+  return spec;
+}
+
 // The caller wants the shared experts elsewhere: nothing of them is kept.
 Result<MoeLayerWeights> without_shared(Result<MoeLayerWeights> weights,
                                        const FusedMoE::Options& options) {
   if (weights.ok() && !options.include_shared) {
     weights->shared.reset();
-    weights->spec.shared = SharedExpertSpec();
+    weights->spec = spec_without_shared(std::move(weights->spec), options);
     weights->tensors.shared_gate_weight = Tensor();
   }
   return weights;
@@ -56,7 +61,8 @@ FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
   options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
-  return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard));
+  return new FusedLayer(create_guarded(
+      without_shared(finish(&loader, options, spec_without_shared), options), options, &guard));
 }
 
 }  // namespace

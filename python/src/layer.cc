@@ -185,6 +185,20 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
   return nb::make_tuple(result, traced);
 }
 
+Result<LayerExplanation> check_options(const MoeLayerFormat& format,
+                                       const FusedMoE::Options& options) {
+  MOESAIC_RETURN_IF_ERROR(check_device(options.device));
+  MOESAIC_ASSIGN_OR_RETURN(LayerExplanation explanation, explain_layer(format, options));
+  std::string reasons;
+  for (const CandidateReport& row : explanation.candidates) {
+    if (row.stage != "experts") continue;
+    if (row.accepted) return explanation;
+    reasons += (reasons.empty() ? "" : "; ") + row.name + ": " + row.reason;
+  }
+  if (!reasons.empty()) return Status(StatusCode::kUnsupported, "experts: " + reasons);
+  return explanation;
+}
+
 FusedMoE::Options options_of(const std::string& quant, nb::handle device, std::int64_t max_tokens,
                              nb::handle num_threads, const std::optional<std::string>& backend) {
   FusedMoE::Options options;

@@ -38,6 +38,10 @@ struct CallTensors {
 nanobind::object run(const Layer& self, const CallTensors& tensors, nanobind::handle stream,
                      bool trace, bool copy);
 
+// Whether a layer can be made, as far as that is known without its weights: what create says of the
+// options, and kUnsupported where no backend takes it. Needs no GIL.
+Result<LayerExplanation> check_options(const MoeLayerFormat& format,
+                                       const FusedMoE::Options& options);
 // What both classes are made with.
 FusedMoE::Options options_of(const std::string& quant, nanobind::handle device,
                              std::int64_t max_tokens, nanobind::handle num_threads,

@@ -33,15 +33,20 @@ FusedMoE::Options experts_options(const std::string& quant, nb::handle device,
 }
 
 // Routing is the caller's: nothing of it, and no shared expert, belongs to this object.
-Result<MoeLayerWeights> experts_alone(Result<MoeLayerWeights> weights) {
-  if (!weights.ok()) return weights;
-  MoeLayerSpec& spec = weights->spec;
+MoeLayerSpec spec_alone(MoeLayerSpec spec, const FusedMoE::Options& options) {
+  static_cast<void>(options);
   RoutingSpec routing;
   routing.num_experts = spec.routing.num_experts;
   routing.top_k = spec.routing.top_k;
   spec.routing = routing;
   spec.shared = SharedExpertSpec();
   spec.has_router_bias = false;
+  return spec;
+}
+
+Result<MoeLayerWeights> experts_alone(Result<MoeLayerWeights> weights) {
+  if (!weights.ok()) return weights;
+  weights->spec = spec_alone(std::move(weights->spec), {});
   weights->tensors = MoeLayerTensors();
   weights->shared.reset();
   return weights;
@@ -65,8 +70,8 @@ RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, 
   FusedMoE::Options options = experts_options(quant, device, max_tokens, num_threads, backend);
   options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
-  auto* const made =
-      new RoutedLayer(create_guarded(experts_alone(finish(&loader)), options, &guard));
+  auto* const made = new RoutedLayer(
+      create_guarded(experts_alone(finish(&loader, options, spec_alone)), options, &guard));
   made->drop_beyond = drop_ids_beyond;
   return made;
 }
@@ -92,17 +97,6 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
   return made;
 }
 
-// Why no backend takes the layer, empty where one does.
-std::string refusals(const LayerExplanation& explanation) {
-  std::string reasons;
-  for (const CandidateReport& row : explanation.candidates) {
-    if (row.stage != "experts") continue;
-    if (row.accepted) return {};
-    reasons += (reasons.empty() ? "" : "; ") + row.name + ": " + row.reason;
-  }
-  return reasons;
-}
-
 LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
                                const std::string& quant, const std::optional<std::string>& stored,
                                nb::handle activation, const std::string& gate_up, bool transposed,
@@ -112,11 +106,7 @@ LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k
   const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
                                          apply_router_weight_on_input, fields);
   const FusedMoE::Options options = experts_options(quant, device, max_tokens, nb::none(), backend);
-  check(check_device(options.device));
-  LayerExplanation explanation = unwrap(explain_layer(own.spec, options));
-  if (const std::string reasons = refusals(explanation); !reasons.empty()) {
-    raise(StatusCode::kUnsupported, "experts: " + reasons);
-  }
+  LayerExplanation explanation = unwrap(check_options({own.spec, own.spec.quant}, options));
   MoeProblem problem;
   problem.num_experts = problem.num_local_experts = own.spec.num_experts;
   problem.top_k = top_k;

@@ -4,13 +4,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/fault.h"
 #include "errors.h"
+#include "layer.h"
 #include "loader_options.h"
 #include "moesaic/device_tensor.h"
 #include "tensors.h"
@@ -22,10 +25,11 @@ namespace {
 
 // Names and texts of a mapping, in its order.
 template <class Take>
-void each_text(nb::handle mapping, const Take& take) {
+void each_text(std::string_view field, nb::handle mapping, const Take& take) {
   if (mapping.is_none()) return;
   for (const nb::handle item : nb::borrow<nb::object>(mapping.attr("items")())) {
-    take(nb::cast<std::string>(item[0]), nb::cast<std::string>(item[1]));
+    take(cast_as<std::string>(field, item[0], "a mapping of texts"),
+         cast_as<std::string>(field, item[1], "a mapping of texts"));
   }
 }
 
@@ -33,17 +37,40 @@ WeightLoader::Options loader_options(nb::handle names, bool experts_only, nb::ha
   WeightLoader::Options options;
   options.experts_only = experts_only;
   options.parallel = parallel_of(parallel);
-  each_text(names, [&](std::string from, std::string to) {
+  each_text("names", names, [&](std::string from, std::string to) {
     options.names.push_back({std::move(from), std::move(to)});
   });
   return options;
 }
 
+// The same without numbers that JSON lacks: they are written as transformers 5 writes them to files.
+nb::object json_value(nb::handle value) {
+  if (PyFloat_Check(value.ptr())) {
+    const double number = PyFloat_AsDouble(value.ptr());
+    if (std::isfinite(number)) return nb::borrow(value);
+    nb::dict named;
+    named["__float__"] = std::isnan(number) ? "NaN" : number > 0 ? "Infinity" : "-Infinity";
+    return named;
+  }
+  if (PyDict_Check(value.ptr())) {
+    nb::dict made;
+    for (const auto& [key, item] : nb::borrow<nb::dict>(value)) made[key] = json_value(item);
+    return made;
+  }
+  if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
+    nb::list made;
+    for (const nb::handle item : value) made.append(json_value(item));
+    return made;
+  }
+  return nb::borrow(value);
+}
+
 // JSON's text, or what it holds.
-std::string json_text(nb::handle json) {
+std::string json_text(std::string_view field, nb::handle json) {
   const bool text = nb::isinstance<nb::str>(json);
-  return nb::cast<std::string>(text ? nb::borrow(json)
-                                    : nb::module_::import_("json").attr("dumps")(json));
+  const nb::object written =
+      text ? nb::borrow(json) : nb::module_::import_("json").attr("dumps")(json_value(json));
+  return cast_as<std::string>(field, written, "text, or what it holds");
 }
 
 LoaderObject* loader_of(Result<WeightLoader> made, const WeightLoader::Options& options) {
@@ -53,10 +80,10 @@ LoaderObject* loader_of(Result<WeightLoader> made, const WeightLoader::Options& 
 LoaderObject* loader_from_config(nb::handle config, int layer, nb::handle names, bool experts_only,
                                  nb::handle side_files, nb::handle parallel) {
   WeightLoader::Options options = loader_options(names, experts_only, parallel);
-  each_text(side_files, [&](std::string name, std::string contents) {
+  each_text("side_files", side_files, [&](std::string name, std::string contents) {
     options.side_files.emplace_back(std::move(name), std::move(contents));
   });
-  return loader_of(WeightLoader::from_config(json_text(config), layer, options), options);
+  return loader_of(WeightLoader::from_config(json_text("config", config), layer, options), options);
 }
 
 LoaderObject* loader_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle names,
@@ -70,7 +97,8 @@ LoaderObject* loader_from_spec(const MoeLayerSpec& spec, const ExpertNames& expe
                                nb::handle parallel) {
   const WeightLoader::Options options = loader_options(names, true, parallel);
   const bool plain = quantization_config.is_none() || MOESAIC_FAULT(python_spec_always_plain);
-  const std::string quantization = plain ? "" : json_text(quantization_config);
+  const std::string quantization =
+      plain ? "" : json_text("quantization_config", quantization_config);
   return loader_of(WeightLoader::from_spec(spec, expert_names, quantization, options), options);
 }
 
@@ -108,7 +136,7 @@ bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
 std::vector<std::string> load_weights(LoaderObject& self, nb::handle pairs) {
   std::vector<std::string> kept;
   for (const nb::handle pair : nb::borrow<nb::object>(pairs)) {
-    auto name = nb::cast<std::string>(pair[0]);
+    auto name = cast_as<std::string>("pairs", pair[0], "a text as a tensor's name");
     const nb::object tensor = pair[1];
     if (load(self, name, tensor, std::nullopt)) kept.push_back(std::move(name));
   }
@@ -117,10 +145,29 @@ std::vector<std::string> load_weights(LoaderObject& self, nb::handle pairs) {
 
 }  // namespace
 
-Result<MoeLayerWeights> finish(LoaderObject* self) {
-  const nb::gil_scoped_release released;
-  const std::lock_guard<std::mutex> lock(self->mutex);
-  return self->loader.finish();
+MoeLayerWeights finish(LoaderObject* self, const FusedMoE::Options& options,
+                       MoeLayerSpec (*spec_of)(MoeLayerSpec, const FusedMoE::Options&)) {
+  const auto take = [&]() -> Result<MoeLayerWeights> {
+    const std::lock_guard<std::mutex> lock(self->mutex);
+    if (!self->finished) {
+      const std::int64_t bytes = self->loader.bytes();
+      MOESAIC_ASSIGN_OR_RETURN(self->finished, self->loader.finish());
+      self->finished_bytes = bytes;
+    }
+    MoeLayerFormat format{spec_of(self->finished->spec, options), self->finished->shared_quant};
+    const Tensor& gate = self->finished->tensors.gate_weight;
+    if (gate.present()) format.gate_dtype = gate.dtype();
+    MOESAIC_RETURN_IF_ERROR(check_options(format, options).status());
+    MoeLayerWeights weights = std::move(*self->finished);
+    self->finished.reset();
+    return weights;
+  };
+  Result<MoeLayerWeights> taken = Status(StatusCode::kInternal, "not taken");
+  {
+    const nb::gil_scoped_release released;
+    taken = take();
+  }
+  return unwrap(std::move(taken));
 }
 
 void bind_weight_loader(nb::module_& m) {
@@ -180,7 +227,7 @@ void bind_weight_loader(nb::module_& m) {
         {
           const nb::gil_scoped_release released;
           const std::lock_guard<std::mutex> lock(self.mutex);
-          names = self.loader.missing();
+          names = self.finished ? std::vector<std::string>() : self.loader.missing();
         }
         return unwrap(std::move(names));
       },
@@ -190,7 +237,7 @@ void bind_weight_loader(nb::module_& m) {
       [](LoaderObject& self) {
         const nb::gil_scoped_release released;
         const std::lock_guard<std::mutex> lock(self.mutex);
-        return self.loader.bytes();
+        return self.finished ? self.finished_bytes : self.loader.bytes();
       },
       "That are held now.");
 }

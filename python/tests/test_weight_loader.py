@@ -62,6 +62,47 @@ def test_a_loader_refuses_with_the_reason(qwen3: pathlib.Path) -> None:
         moesaic.WeightLoader.from_checkpoint(checkpoint, 77)
 
 
+@pytest.mark.parametrize("kind", [moesaic.FusedMoE, moesaic.RoutedExperts])
+def test_a_loader_keeps_its_weights_where_options_are_refused(qwen3: pathlib.Path, kind: type) -> None:
+    checkpoint = moesaic.Checkpoint(qwen3)
+    loader = moesaic.WeightLoader.from_checkpoint(checkpoint, 1)
+    loader.load_weights((name, checkpoint.read_tensor(name)) for name in loader.missing())
+    held = loader.bytes
+    for options in (
+        {"quant": "no-such-scheme"},
+        {"backend": "no-such-backend"},
+        {"device": "cuda:63"},
+        {"max_tokens": 0},
+        {"num_threads": "2"},
+    ):
+        with pytest.raises(moesaic.Error):
+            kind.from_loader(loader, **options)
+        assert loader.bytes == held and loader.missing() == []
+    assert np.array_equal(
+        *(
+            made(*inputs)
+            for inputs in [_inputs(checkpoint)[: 1 if kind is moesaic.FusedMoE else 3]]
+            for made in (kind.from_loader(loader), kind.from_checkpoint(checkpoint, 1))
+        )
+    )
+    assert loader.missing() != [] and loader.bytes == 0
+
+
+def _inputs(checkpoint: moesaic.Checkpoint) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    spec = checkpoint.layer(1)
+    rng = np.random.default_rng(5)
+    ids = np.tile(np.arange(spec.top_k), (4, 1))
+    return rng.standard_normal((4, spec.hidden_size)).astype(np.float32), ids, np.full(ids.shape, 0.25, np.float32)
+
+
+def test_configurations_may_have_numbers_that_json_lacks(qwen3: pathlib.Path) -> None:
+    """NemotronH's time_step_limit ends at infinity."""
+    config = json.loads((qwen3 / "config.json").read_text())
+    names = moesaic.WeightLoader.from_config(config, 1).missing()
+    limits = {"time_step_limit": (0.0, float("inf")), "more": {"nested": [float("-inf"), float("nan")]}}
+    assert moesaic.WeightLoader.from_config(config | limits, 1).missing() == names
+
+
 RANKS = [
     [moesaic.Parallel(ep_size=3, ep_rank=r) for r in range(3)],
     [moesaic.Parallel(ep_size=2, ep_rank=r, placement="round_robin") for r in range(2)],
