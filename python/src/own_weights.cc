@@ -192,6 +192,17 @@ Result<OwnSizes> own_sizes(const OwnWeights& weights) {
   return sizes;
 }
 
+std::int64_t bytes_of(const OwnWeights& weights) {
+  std::int64_t bits = 0;
+  for (const Field& field : kFields) {
+    const ConstTensorView& t = weights.tensors.*field.member;
+    std::int64_t elements = t.present() ? 1 : 0;
+    for (const std::int64_t d : t.shape.dims()) elements *= d;
+    bits += elements * dtype_bits(t.dtype);
+  }
+  return bits / 8;
+}
+
 Result<std::unique_ptr<ExpertSource>> make_own_source(const OwnWeights& weights) {
   const bool blocks = weights.stored.weight.granularity == ScaleGranularity::kBlock;
   if (weights.layout == GateUpLayout::kInterleaved && blocks) {

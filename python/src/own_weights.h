@@ -24,6 +24,9 @@ struct OwnSizes {
 };
 Result<OwnSizes> own_sizes(const OwnWeights& weights);
 
+// Of all its tensors.
+std::int64_t bytes_of(const OwnWeights& weights);
+
 // kUnsupported for arrangements that would cut scales or codes. The views are read while experts are
 // asked for and must live until then.
 Result<std::unique_ptr<ExpertSource>> make_own_source(const OwnWeights& weights);

@@ -76,6 +76,29 @@ RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, 
   return made;
 }
 
+// Tells the caller's progress of each expert that is asked for, the last of them too; a format whose
+// experts are read twice goes from none to all once.
+class ToldSource final : public ExpertSource {
+ public:
+  ToldSource(std::unique_ptr<ExpertSource> source, std::int64_t count, std::int64_t bytes,
+             CallGuard* guard)
+      : source_(std::move(source)), count_(count), bytes_(bytes), told_(guard->progress()) {}
+
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    Result<ExpertWeightsView> found = source_->expert(e);
+    if (told_ && e >= next_) {
+      next_ = e + 1;
+      told_(bytes_ / count_ * next_ + bytes_ % count_ * next_ / count_, bytes_);
+    }
+    return found;
+  }
+
+ private:
+  std::unique_ptr<ExpertSource> source_;
+  std::int64_t count_, bytes_, next_ = 0;
+  ProgressFn told_;
+};
+
 RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
                                  const std::string& quant, const std::optional<std::string>& stored,
                                  nb::handle activation, const std::string& gate_up, bool transposed,
@@ -91,7 +114,8 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
   MoeLayerWeights weights;
   weights.spec = own.spec;
   weights.shared_quant = own.spec.quant;
-  weights.experts = unwrap(make_own_source(own.weights));
+  weights.experts = std::make_unique<ToldSource>(
+      unwrap(make_own_source(own.weights)), own.spec.num_experts, bytes_of(own.weights), &guard);
   auto* const made = new RoutedLayer(create_guarded(std::move(weights), options, &guard));
   made->drop_beyond = drop_ids_beyond;
   return made;
@@ -100,12 +124,17 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
 LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
                                const std::string& quant, const std::optional<std::string>& stored,
                                nb::handle activation, const std::string& gate_up, bool transposed,
-                               bool apply_router_weight_on_input, nb::handle device,
-                               std::int64_t max_tokens, const std::optional<std::string>& backend,
+                               bool apply_router_weight_on_input, bool drop_ids_beyond,
+                               nb::handle device, std::int64_t max_tokens, nb::handle num_threads,
+                               const std::optional<std::string>& backend, nb::handle progress,
                                const nb::kwargs& fields) {
+  static_cast<void>(drop_ids_beyond);  // of calls alone
+  static_cast<void>(progress);         // nothing takes long
+
   const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
                                          apply_router_weight_on_input, fields);
-  const FusedMoE::Options options = experts_options(quant, device, max_tokens, nb::none(), backend);
+  const FusedMoE::Options options =
+      experts_options(quant, device, max_tokens, num_threads, backend);
   LayerExplanation explanation = unwrap(check_options({own.spec, own.spec.quant}, options));
   MoeProblem problem;
   problem.num_experts = problem.num_local_experts = own.spec.num_experts;
@@ -163,20 +192,24 @@ void bind_routed_experts(nb::module_& m) {
           ") -> RoutedExperts"),
       "Packs the caller's weights, expert by expert, and keeps none of them: w13 [E, 2I, H] and w2 "
       "[E, H, I], or transposed. stored: the scheme that codes and scales are in; plain tensors "
-      "say theirs. quant: what is computed. drop_ids_beyond: ids from E on are no expert.");
+      "say theirs. quant: what is computed. drop_ids_beyond: ids from E on are no expert. progress "
+      "is called with the bytes of the experts read so far and of all.");
   routed.def_static(
       "check_tensors", &check_tensors, nb::arg("w13"), nb::arg("w2"), nb::arg("top_k"),
       nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("stored") = nb::none(),
       nb::arg("activation") = "silu", nb::arg("gate_up") = "gate_then_up",
       nb::arg("transposed") = false, nb::arg("apply_router_weight_on_input") = false,
-      nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,
-      nb::arg("backend") = nb::none(), nb::arg("fields"),
+      nb::arg("drop_ids_beyond") = false, nb::arg("device").none() = "cpu",
+      nb::arg("max_tokens") = 512, nb::arg("num_threads").none() = nb::none(),
+      nb::arg("backend") = nb::none(), nb::arg("progress").none() = nb::none(), nb::arg("fields"),
       nb::sig(
           "def check_tensors(w13: typing.Any, w2: typing.Any, top_k: int, *, quant: str = 'as-is', "
           "stored: str | None = None, activation: str | Activation = 'silu', "
           "gate_up: str = 'gate_then_up', transposed: bool = False, "
-          "apply_router_weight_on_input: bool = False, device: typing.Any = 'cpu', "
-          "max_tokens: int = 512, backend: str | None = None, "
+          "apply_router_weight_on_input: bool = False, drop_ids_beyond: bool = False, "
+          "device: typing.Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, "
+          "backend: str | None = None, "
+          "progress: collections.abc.Callable[[int, int], object] | None = None, "
           "w13_scale: typing.Any = None, "
           "w13_bias: typing.Any = None, "
           "w2_scale: typing.Any = None, "
@@ -194,8 +227,11 @@ void bind_routed_experts(nb::module_& m) {
           "w13_perm: typing.Any = None, "
           "w2_perm: typing.Any = None"
           ") -> Explanation"),
-      "Raises what from_tensors would, looking at sizes, formats, the device and one expert's "
-      "tensors, and packs nothing. Left for the packing: values of the other experts, memory.");
+      "Raises what from_tensors would with these arguments, looking at sizes, formats, options, "
+      "the "
+      "device and the first expert's tensors, and packs nothing. Left for the packing: values of "
+      "the "
+      "other experts that are not finite, memory.");
   routed.def_static(
       "from_checkpoint", &routed_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
       nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 import pickle
 import subprocess
 import sys
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -196,6 +199,46 @@ def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:
             moesaic.RoutedExperts.check_tensors(**arguments)
         shared = str(packing.value).removeprefix("experts: ")
         assert shared in str(checking.value) or str(checking.value) in shared, (shared, str(checking.value))
+    # All that from_tensors takes, and infinities of the first expert.
+    options = {"num_threads": 1, "drop_ids_beyond": True, "progress": print, "max_tokens": 7, "backend": None}
+    moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, **options)
+    with pytest.raises(moesaic.InvalidArgument, match="num_threads"):
+        moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, num_threads=-1)
+
+
+def test_biases_of_half_precision_are_widened(own: OwnExperts) -> None:
+    rng = np.random.default_rng(2)
+    w13, w2 = own.w13.astype(np.float16), own.w2.astype(np.float16)
+    both = {
+        "w13_bias": rng.standard_normal((8, 512)).astype(np.float16)[:, ::2],  # strided
+        "w2_bias": rng.standard_normal((8, 128)).astype(np.float16),
+    }
+    wide = {name: bias.astype(np.float32) for name, bias in both.items()}
+    for gate_up in ("gate_then_up", "interleaved"):
+        got, want = (
+            moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, gate_up=gate_up, **biases)(
+                own.x.astype(np.float16), own.ids, own.weights
+            )
+            for biases in (both, wide)
+        )
+        assert np.array_equal(got, want)
+    moesaic.RoutedExperts.check_tensors(w13, w2, own.top_k, **both)
+    with pytest.raises(moesaic.InvalidShape, match="w2_bias: got"):
+        moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, w2_bias=both["w2_bias"][:, :, None])
+
+
+@pytest.mark.parametrize("quant", ["as-is", "nvfp4"])
+def test_progress_of_own_weights(own: OwnExperts, quant: str) -> None:
+    seen: list[tuple[int, int]] = []
+    moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant=quant, progress=lambda *at: seen.append(at))
+    total = own.w13.nbytes + own.w2.nbytes
+    assert seen == [(total // 8 * (e + 1), total) for e in range(8)]
+
+    def fail(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant=quant, progress=fail)
 
 
 # --- Tensors -----------------------------------------------------------------------------------------
@@ -242,6 +285,64 @@ def test_any_dlpack_producer_goes_in_and_a_tensor_comes_out(own: OwnExperts) -> 
     seen = np.from_dlpack(y)
     del y
     assert rel_l2(seen, own.exact()) <= layer.bound
+
+
+def test_a_tensor_exports_what_it_can(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    y = layer(OnlyDlpack(own.x), own.ids, own.weights)
+    assert y.__dlpack__(dl_device=(1, 0), max_version=(1, 1)) is not None
+    with pytest.raises(BufferError, match="host memory"):
+        y.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(BufferError, match="exports its own memory"):
+        y.__dlpack__(copy=True)
+    for version in ("a", ("a", 0), (1,), 1):
+        with pytest.raises(moesaic.InvalidArgument, match="max_version: got .* need a pair of whole numbers"):
+            y.__dlpack__(max_version=version)
+
+
+def test_values_of_other_types_are_named(own: OwnExperts) -> None:
+    for wrong in ("5", 1.5, 2**40, "x" * 1000, [1]):
+        with pytest.raises(moesaic.InvalidArgument, match="^num_threads: got .*, need a whole number") as caught:
+            moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=wrong)
+        assert len(str(caught.value)) < 160
+    moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=np.int64(1))
+    spec = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    with pytest.raises(moesaic.InvalidArgument, match="^names: got 5, need a mapping of texts"):
+        moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames(), names={"a": 5})
+    loader = moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames())
+    with pytest.raises(moesaic.InvalidArgument, match="^pairs: got 5, need a text"):
+        loader.load_weights([(5, own.w2)])
+
+
+def test_paths_need_not_be_text(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/n\xff"
+    os.symlink(os.fsencode(qwen3), folder)
+    for path in (os.fsdecode(folder), folder, pathlib.Path(os.fsdecode(folder))):
+        assert len(moesaic.Checkpoint(path).layers) > 0
+    with pytest.raises(moesaic.NotFound):
+        moesaic.Checkpoint(os.fsdecode(folder + b"\xfe"))
+
+
+def test_an_activation_lets_other_threads_run() -> None:
+    """It doesn't hold the interpreter's lock meanwhile."""
+    x, counted, done = np.ones((4000, 2000), np.float32), 0, threading.Event()
+
+    def work() -> None:
+        moesaic.apply_activation("gelu", x, out=np.empty((4000, 1000), np.float32))
+        done.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(10)  # nobody is interrupted: a thread runs when another one lets it
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not done.is_set():
+            counted += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert counted > 3
 
 
 def test_misuse_is_refused_with_the_reason(own: OwnExperts) -> None:
