@@ -114,8 +114,11 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
           fmt::format("from_tensors() got an unexpected keyword argument '{}'", name).c_str());
     }
     const TensorArg& tensor = keep.emplace_back(name, value);
+    tensor.check_not_negated(name);
     if (tensor.present()) own.tensors.*found->member = tensor.view();
   }
+  keep[0].check_not_negated("w13");
+  keep[1].check_not_negated("w2");
   if (!own.tensors.w13.present() || !own.tensors.w2.present()) {
     raise(StatusCode::kInvalidArgument, "w13, w2: got None, need a tensor each");
   }

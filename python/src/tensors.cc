@@ -76,18 +76,8 @@ const DlExchange* table_of(nb::handle object) {
   return table;
 }
 
-// Of objects with an exchange table; what a type lacks is remembered, as looking for it is slow.
 bool is_negated(nb::handle object) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  static PyTypeObject* without = nullptr;  // the last one
-  if (Py_TYPE(object.ptr()) == without) return false;
-  PyObject* const answer = PyObject_CallMethodObjArgs(object.ptr(), name, nullptr);
-  if (answer == nullptr) {
-    PyErr_Clear();
-    without = Py_TYPE(object.ptr());
-    return false;
-  }
-  return PyObject_IsTrue(nb::steal(answer).ptr()) == 1;
+  return nb::hasattr(object, "is_neg") && PyObject_IsTrue(object.attr("is_neg")().ptr()) == 1;
 }
 
 std::string class_name(nb::handle object) { return nb::type_name(object.type()).c_str(); }
@@ -234,16 +224,17 @@ void TensorArg::take(std::string_view field, const DlTensor& t) {
   }
 }
 
+void TensorArg::check_not_negated(std::string_view field) const {
+  if (api_ == nullptr || !is_negated(object_)) return;
+  raise(StatusCode::kInvalidLayout,
+        fmt::format("{}: got a view that negates its memory, need resolve_neg() of it", field));
+}
+
 void TensorArg::from_table(std::string_view field, nb::handle object) {
   const auto check_done = [&](int result) {
     if (result != 0) raise_not_handed_over(field, object, nb::python_error());
   };
   DlTensor t;
-  // PyTorch's table hands over the memory of a view that is to be negated when it is read.
-  if (is_negated(object)) {
-    raise(StatusCode::kInvalidLayout,
-          fmt::format("{}: got a view that negates its memory, need resolve_neg() of it", field));
-  }
   if (api_->tensor_from_object != nullptr) {
     check_done(api_->tensor_from_object(object.ptr(), &t));
     take(field, t);

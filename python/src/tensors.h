@@ -35,6 +35,9 @@ class TensorArg {
   TensorView& view() { return view_; }
   // kInvalidArgument for memory that may not be written.
   const TensorView& writable(std::string_view field) const;
+  // kInvalidLayout for PyTorch's views that negate when they are read: its table hands over their
+  // memory. For weights; a call's tensors are not asked, which would cost 0.1 us for each.
+  void check_not_negated(std::string_view field) const;
   // The stream on which its framework works now; null where that is not known.
   Stream current_stream() const;
   bool knows_stream() const;

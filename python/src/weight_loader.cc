@@ -108,6 +108,7 @@ bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
   if (!given.present()) {
     raise(StatusCode::kInvalidArgument, name + ": got None, need a tensor");
   }
+  given.check_not_negated(name);
   Result<bool> kept = false;
   {
     const nb::gil_scoped_release released;

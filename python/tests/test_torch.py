@@ -73,12 +73,17 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
         module.layer(x, ids, weights)
 
 
-def test_views_that_negate_their_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
-    x, ids, weights = tensors(own)
-    negated = torch._neg_view(x)
-    with pytest.raises(moesaic.InvalidLayout, match=r"hidden_states: got a view that negates .* need resolve_neg\(\)"):
-        module.layer(negated, ids, weights)
-    assert torch.equal(module.layer(negated.resolve_neg(), ids, weights), module.layer(-x, ids, weights))
+def test_weights_that_negate_their_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    w13, w2 = (torch._neg_view(torch.from_numpy(w)) for w in (own.w13, own.w2))
+    for arguments, name in (((w13, own.w2), "w13"), ((own.w13, w2), "w2")):
+        with pytest.raises(moesaic.InvalidLayout, match=rf"{name}: got a view that negates .* need resolve_neg\(\)"):
+            moesaic.RoutedExperts.from_tensors(*arguments, own.top_k)
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, w2.resolve_neg(), own.top_k)
+    assert torch.equal(layer(*tensors(own)), -module.layer(*tensors(own)))
+    spec = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    loader = moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames())
+    with pytest.raises(moesaic.InvalidLayout, match="need resolve_neg"):
+        loader.load(loader.missing()[0], w13[0, :128])
 
 
 class Refusing:
