@@ -189,7 +189,9 @@ Result<std::optional<std::vector<bool>>> ConfigFields::booleans(std::string_view
                                                                 std::size_t max_count) const {
   return list<bool>(name, "a list of true and false", max_count,
                     [&](const std::string& entry, const nlohmann::json& value) -> Result<bool> {
-                      if (value == 0 || value == 1) return value == 1;
+                      if (value.is_number_unsigned() && value.get<std::uint64_t>() <= 1) {
+                        return value.get<std::uint64_t>() == 1;
+                      }
                       if (!value.is_boolean()) return bad_type(entry, value, "true or false");
                       return value.get<bool>();
                     });
