@@ -126,7 +126,7 @@ FILES = {
         "transformers.py",
         'FP8ExpertsInterface.register("moesaic", _experts_forward)',
         "pass",
-        "test_transformers.py",
+        "test_recognise.py",
         "fp8_experts_are",
     ),
     "modules_checked_while_packing": (
@@ -154,14 +154,14 @@ FILES = {
         "_recognise.py",
         "tolerance = 1e-6 *",
         "tolerance = 1e-2 *",
-        "test_transformers.py",
+        "test_recognise.py",
         "near_misses",
     ),
     "activation_recognised_within_limits": (
         "_recognise.py",
         "0.1, -0.1, 20.0, -20.0",
         "0.1, -0.1",
-        "test_transformers.py",
+        "test_recognise.py",
         "near_misses",
     ),
     "post_norm_forgotten": (
@@ -196,10 +196,10 @@ FILES = {
         "_recognise.py",
         "value.data.to(torch.float32) if scale else value.data",
         "value.data",
-        "test_transformers.py",
+        "test_recognise.py",
         "fp8_experts_are",
     ),
-    "any_fp8_block": ("_recognise.py", "block != (128, 128) or", "", "test_transformers.py", "other_kinds"),
+    "any_fp8_block": ("_recognise.py", "block != (128, 128) or", "", "test_recognise.py", "other_kinds"),
     "loaded_activation_unchecked": (
         "_from_pretrained.py",
         "    _check_activation(name, module, spec.activation, gated)\n",

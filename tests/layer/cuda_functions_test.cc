@@ -96,6 +96,22 @@ LayerTensors with_latent(std::uint64_t seed, const MoeLayerSpec& spec, std::int6
   return t;
 }
 
+// What a layer's own routing would be, as a function of the caller's.
+std::shared_ptr<Router> router_of(const RoutingSpec& routing) {
+  Router::Options options;
+  options.spec = routing;
+  options.device = kFunctionsGpu;
+  return std::make_shared<Router>(Router::create(options).value());
+}
+Status route_by(const Router& router, Stream stream, ConstTensorView logits, TensorView weights,
+                TensorView ids) {
+  Router::Args a;
+  a.router_logits = logits;
+  a.topk_weights = weights;
+  a.topk_ids = ids;
+  return router.enqueue(stream, a);
+}
+
 TEST(CudaFunctions, RoutingThatIsAnotherRoutersHasItsBits) {
   REQUIRE_HOPPER();
   for (const bool shared : {false, true}) {
@@ -103,21 +119,14 @@ TEST(CudaFunctions, RoutingThatIsAnotherRoutersHasItsBits) {
     const LayerTensors plain = make_tensors(71, spec);
     spec.routing.method = RoutingMethod::kCustom;
     const LayerTensors custom = make_tensors(71, spec);
-    Router::Options options;
-    options.spec = plain.spec.routing;
-    options.device = kFunctionsGpu;
-    const auto router = std::make_shared<Router>(Router::create(options).value());
+    const auto router = router_of(plain.spec.routing);
     FusedMoE::Options o = on_gpu(kMostRows);
     const FusedMoE want_layer = test::make_layer(plain, o);
     o.on_device.custom_routing = [router](Stream stream, ConstTensorView x, ConstTensorView logits,
                                           bool renormalize, TensorView weights, TensorView ids) {
       EXPECT_EQ(x.dtype, DType::kBF16);
       EXPECT_TRUE(x.device == kFunctionsGpu && renormalize);
-      Router::Args a;
-      a.router_logits = logits;
-      a.topk_weights = weights;
-      a.topk_ids = ids;
-      return router->enqueue(stream, a);
+      return route_by(*router, stream, logits, weights, ids);
     };
     const FusedMoE layer = test::make_layer(custom, o);
     for (const std::int64_t rows : {1, 7, 70}) {
@@ -145,10 +154,7 @@ TEST(CudaFunctions, RoutingOfALayerInF16SeesRoundedRows) {
   const LayerTensors plain = make_tensors(75, spec);
   spec.routing.method = RoutingMethod::kCustom;
   const LayerTensors custom = make_tensors(75, spec);
-  Router::Options options;
-  options.spec = plain.spec.routing;
-  options.device = kFunctionsGpu;
-  const auto router = std::make_shared<Router>(Router::create(options).value());
+  const auto router = router_of(plain.spec.routing);
   FusedMoE::Options o = on_gpu(kMostRows);
   const FusedMoE want_layer = test::make_layer(plain, o);
   std::vector<std::uint16_t> seen;
@@ -159,11 +165,7 @@ TEST(CudaFunctions, RoutingOfALayerInF16SeesRoundedRows) {
     EXPECT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(stream.handle)), cudaSuccess);
     EXPECT_EQ(cudaMemcpy(seen.data(), x.data, 2 * seen.size(), cudaMemcpyDeviceToHost),
               cudaSuccess);
-    Router::Args a;
-    a.router_logits = logits;
-    a.topk_weights = weights;
-    a.topk_ids = ids;
-    return router->enqueue(stream, a);
+    return route_by(*router, stream, logits, weights, ids);
   };
   const FusedMoE layer = test::make_layer(custom, o);
   const Tensor x = random_hidden(76, 7, 64, DType::kF16);
