@@ -7,6 +7,7 @@
 #include <string>
 
 #include "case_on_device.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
@@ -53,6 +54,22 @@ TEST(CudaExpertsRefusals, WorkspaceOfTheLargestLayerFits) {
   EXPECT_LT(bytes, 1'200'000'000);
   EXPECT_GT(bytes, 65536LL * 7168 * 2);
   EXPECT_LE(CudaExperts::workspace_size(p, 8191).value(), bytes);
+}
+
+// Rows are gathered by offsets of 32 bits, each of 16 bytes.
+TEST(CudaExpertsRefusals, RowsBehind64GiB) {
+  const auto status_of = [](const MoeProblem& p, std::int64_t tokens) {
+    return CudaExperts::workspace_size(p, tokens).status();
+  };
+  const MoeProblem wide = problem_of("bf16", "silu", 64, 1 << 20, 2, 2);
+  EXPECT_TRUE(status_of(wide, 1 << 14).ok()) << status_of(wide, 1 << 14).to_string();
+  test::expect_refusal(status_of(wide, (1 << 14) + 1), StatusCode::kUnsupported,
+                       {"max_tokens: got 32770 rows of the intermediate of 2097152 bytes each",
+                        "need at most 2^36 bytes"});
+  const MoeProblem high = problem_of("bf16", "silu", 1 << 20, 64, 2, 2);
+  EXPECT_TRUE(status_of(high, 1 << 15).ok()) << status_of(high, 1 << 15).to_string();
+  test::expect_refusal(status_of(high, (1 << 15) + 1), StatusCode::kUnsupported,
+                       {"max_tokens: got 32769 rows of hidden states of 2097152 bytes each"});
 }
 
 TEST(CudaExpertsRefusals, WithoutASuitableDevice) {

@@ -115,6 +115,18 @@ TEST(DeviceExperts, TheModularKernelRunsThem) {
   expect_refusal(kernel.run(a), StatusCode::kInvalidArgument, {"hidden_states: got memory of cpu"});
 }
 
+// A rank without experts adds nothing, but whoever sums up reads what it wrote.
+TEST(DeviceExperts, WithoutLocalExpertsTheOutputIsZero) {
+  REQUIRE_HOPPER();
+  for (const char* backend : {"cuda_sm90", "cuda_general"}) {
+    GpuCall call(test::make_case(5, test::small_problem("bf16"), 5, DType::kBF16, 0.1), 0, backend);
+    const Tensor got = call.run(call.args());
+    for (std::int64_t i = 0; i < got.bytes() / 4; ++i) {
+      ASSERT_EQ(got.as<float>()[i], 0.0F) << backend << " at " << i;
+    }
+  }
+}
+
 TEST(DeviceExperts, ACapturedCallReplaysWithOtherIds) {
   REQUIRE_HOPPER();
   GpuCall call("bf16", 4, 6);

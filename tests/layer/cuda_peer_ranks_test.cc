@@ -306,6 +306,27 @@ TEST(CudaPeerRanks, MemoryThatCannotBeHadIsRefused) {
   EXPECT_EQ(wrong, "");
 }
 
+// A window's words have 20 bits for the rows of a call.
+TEST(CudaPeerRanks, MoreRowsThanAWindowHoldsAreMessages) {
+  REQUIRE_HOPPER();
+  const LayerTensors tensors = test::make_tensors(57, test::small_spec());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  const std::string wrong = on_ranks(
+      2, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) -> std::string {
+        FusedMoE::Options o = options_of(engines_of(2, RankReduction::kPerRank), world);
+        o.max_tokens = 1 << 20;
+        o.ranks.engine = RankEngine::kPeerWindows;
+        expect_refusal(make(o).status(), StatusCode::kLimitExceeded,
+                       {"tokens = 1048576, need at most 1048575"});
+        o.ranks.engine = RankEngine::kAuto;
+        const auto layer = make(o);
+        if (!layer.ok()) return layer.status().to_string();
+        const bool messages = layer->summary().find("by messages (") != std::string::npos;
+        return messages ? "" : layer->summary();
+      });
+  EXPECT_EQ(wrong, "");
+}
+
 // --- Failures --------------------------------------------------------------------------------------
 
 // One of three ranks makes no second call: the others' kernels end, both are told who, their output

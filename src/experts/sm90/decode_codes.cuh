@@ -97,7 +97,6 @@ template <class Codes, class Scales>
 struct DecodeIntegers {
   static constexpr int kCodesBytes = Codes::kBytes;
   static constexpr int kUnits = Scales::kUnits;
-  static constexpr bool kOffsets = Scales::kOffsets;
   Codes codes;
   Scales scales;
   std::uint32_t addend[kUnits];  // of rows g and g + 8

@@ -16,8 +16,6 @@ template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
   static constexpr bool kOddFirst = false;
-  // Codes with offsets: racecheck reports reads of other lanes where one hands a stage back.
-  static constexpr bool kEveryLaneReleases = requires { requires Decoder::kOffsets; };
   static constexpr bool kHasTable = requires { requires Decoder::kHasTable; };
   // Wide groups of sums that are taken out after each chunk: two chunks a stage are 5 % slower.
   template <class Promote>

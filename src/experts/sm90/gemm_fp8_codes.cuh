@@ -53,7 +53,7 @@ __device__ __forceinline__ std::uint32_t hidden_two(int lane) {
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
-  static constexpr bool kOddFirst = true, kEveryLaneReleases = false;
+  static constexpr bool kOddFirst = true;
   template <class>
   static constexpr int stage_chunks(int) {
     return 2;

@@ -133,13 +133,10 @@ struct Layout {
     return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
   }
   static constexpr int kStageBytes = kStageChunks * kPartBytes;
-  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
-  // it speaks for the others' reads of codes; all of them where a stage takes long.
-  static constexpr int kReleaseLanes =
-      Format::Weights::kEveryLaneReleases || OfW2::Weights::kEveryLaneReleases ||
-              ((kStageChunks > 1 || kHasTable) && Tile::kMaxColumns > 64)
-          ? 32
-          : 1;
+  // Lanes of a consumer warp that hand a stage back. One is enough; where all of them read codes,
+  // racecheck does not see that it speaks for the others, and an arrival by each takes no longer.
+  static constexpr int kReleaseLanes = Format::Weights::kTokensAsRows ? 1 : 32;
+  static_assert(kReleaseLanes == 1 || !Tile::kPaired);
   static_assert(kStageChunks == 1 ||
                 Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to

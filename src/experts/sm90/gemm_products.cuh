@@ -53,7 +53,7 @@ struct PerStagesAndRow {
 
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
-  static constexpr bool kOddFirst = false, kEveryLaneReleases = false;
+  static constexpr bool kOddFirst = false;
   template <class>
   static constexpr int stage_chunks(int) {
     return 1;

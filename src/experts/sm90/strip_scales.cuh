@@ -66,7 +66,6 @@ struct ScalePair {
 // One scale of each row in a chunk.
 struct ScalesOfSums {
   static constexpr int kUnits = 1;
-  static constexpr bool kOffsets = false;
   float of_row[2];
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
@@ -100,7 +99,6 @@ __device__ __forceinline__ std::uint32_t times_scale(std::uint32_t v, std::uint3
 template <int kParts, bool kRests, bool kMinima>
 struct StripScales {
   static constexpr int kUnits = kParts;
-  static constexpr bool kOffsets = kMinima;
   std::uint32_t upper[kUnits], lower[kUnits];  // bf16 of both rows, and of what that leaves
   std::uint32_t offset[kMinima ? kUnits : 1];  // bf16 of both rows
 
@@ -150,7 +148,6 @@ template <int kParts, bool kMinima>
 struct SuperScales {
   static_assert(kParts % 2 == 0);
   static constexpr int kUnits = kParts;
-  static constexpr bool kOffsets = kMinima;
   std::uint32_t upper[kUnits], lower[kUnits];
   std::uint32_t offset[kMinima ? kUnits : 1];
 
