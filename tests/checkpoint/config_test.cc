@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/config/python_constants.h"
 #include "checkpoint/config_support.h"
 #include "checkpoint/container_support.h"
 
@@ -101,6 +102,36 @@ TEST(ConfigFieldsOf, AliasesAndNesting) {
                                                {"torch_dtype", "float16"}});
   ASSERT_FALSE(outer.layers.empty());
   EXPECT_EQ(outer.layers[0].activation_dtype, DType::kF16);
+}
+
+// Python writes numbers that JSON lacks: "time_step_limit": [0.0, Infinity] of Nemotron-H.
+TEST(ConfigFieldsOf, NumbersThatPythonWrites) {
+  const std::string plain = without(qwen3(), {"hidden_size"}).dump();
+  const auto parse = [&](const std::string& members) {
+    return checkpoint::parse_model_config("{" + members + "," + plain.substr(1));
+  };
+  EXPECT_TRUE(parse(R"("hidden_size":64,"limit":[0.0, Infinity,-Infinity],"n":NaN)").ok());
+  EXPECT_TRUE(parse(R"("hidden_size":64,"text":"\\\"Infinity","other":"NaN\\","n":Infinity)").ok());
+  // Where a field is read it is no number.
+  EXPECT_EQ(mismatch(parse(R"("hidden_size":Infinity)").status(), StatusCode::kCorruptFile,
+                     {"hidden_size", "Infinity", "need an integer"}),
+            "");
+  for (const char* wrong : {"-NaN", "Infinityx", "+Infinity", "infinity", "1Infinity", "nan"}) {
+    EXPECT_EQ(mismatch(parse(std::string(R"("n":)") + wrong).status(), StatusCode::kCorruptFile,
+                       {"not valid JSON"}),
+              "")
+        << wrong;
+  }
+}
+
+TEST(PythonConstants, ReadAndWrittenAsTheyWere) {
+  for (const std::string_view text :
+       {R"({"a": [Infinity, -Infinity, NaN], "b": "Infinity \" NaN", "c": "\\"})", R"(["\", NaN)",
+        R"({"x": "\"__float__ NaN"})", "Infinity", "", "\"Infinity", "-Infinity]"}) {
+    EXPECT_EQ(checkpoint::unquote_python_constants(checkpoint::quote_python_constants(text)), text);
+  }
+  EXPECT_EQ(checkpoint::quote_python_constants("[NaN,-Infinity]"),
+            R"(["__float__ NaN","__float__ -Infinity"])");
 }
 
 TEST(ConfigQuant, Fp8BlockAndSkipLists) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container_support.h"
 #include "checkpoint/convert/folder.h"
 #include "moesaic/convert.h"
@@ -22,6 +23,10 @@ namespace fs = std::filesystem;
 
 std::string bundled(const std::string& name) {
   return std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
+}
+
+std::string text_of(const std::string& path) {
+  return checkpoint::read_text_file(path, 1 << 20).value();
 }
 
 void make_file(const std::string& path, const std::string& text = "x") {
@@ -104,6 +109,18 @@ TEST_F(ConvertFolder, PlacesThatCannotBeWritten) {
   fs::current_path(path("here/below"));
   refuses(path("here"), StatusCode::kInvalidArgument, {"current folder"}, true);
   fs::current_path(before);
+}
+
+// Numbers that Python writes and JSON lacks stay in config.json as they were.
+TEST_F(ConvertFolder, NumbersOfPythonStayInTheConfiguration) {
+  std::string text = text_of(path("model/config.json"));
+  const std::string limits = "\"time_step_limit\": [\n    0.0,\n    Infinity\n  ],\n  ";
+  text.insert(text.find('"'), limits);
+  make_file(path("model/config.json"), text);
+  const Status status = convert(model_, path("out"));
+  ASSERT_TRUE(status.ok()) << status.to_string();
+  EXPECT_NE(text_of(path("out/config.json")).find(limits), std::string::npos);
+  EXPECT_TRUE(Checkpoint::open(path("out")).ok());
 }
 
 TEST_F(ConvertFolder, OnlyResultsAreReplaced) {

@@ -311,8 +311,8 @@ TEST(CudaPeerRanks, MoreRowsThanAWindowHoldsAreMessages) {
   REQUIRE_HOPPER();
   const LayerTensors tensors = test::make_tensors(57, test::small_spec());
   const test::MakeRankLayer make = test::maker_of(tensors);
-  const std::string wrong = on_ranks(
-      2, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) -> std::string {
+  const std::string wrong =
+      on_ranks(2, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) -> std::string {
         FusedMoE::Options o = options_of(engines_of(2, RankReduction::kPerRank), world);
         o.max_tokens = 1 << 20;
         o.ranks.engine = RankEngine::kPeerWindows;

@@ -9,6 +9,7 @@
 #include "checkpoint/config/activation_config.h"
 #include "checkpoint/config/config_fields.h"
 #include "checkpoint/config/layer_rules.h"
+#include "checkpoint/config/python_constants.h"
 #include "checkpoint/config/refused_families.h"
 #include "checkpoint/config/routing_config.h"
 #include "checkpoint/config/unread_fields.h"
@@ -224,9 +225,9 @@ std::string said_dense(const ConfigFields& fields) {
 }
 
 Result<ModelConfig> parse_checked(std::string_view text) {
-  MOESAIC_ASSIGN_OR_RETURN(
-      const nlohmann::json top,
-      parse_json_document("config.json", text, {kMaxConfigBytes, kMaxConfigDepth}));
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json top,
+                           parse_json_document("config.json", quote_python_constants(text),
+                                               {kMaxConfigBytes, kMaxConfigDepth}));
   if (!top.is_object()) {
     return Status(StatusCode::kCorruptFile, "config.json: need an object at the top");
   }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "checkpoint/config/module_patterns.h"
+#include "checkpoint/config/python_constants.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
@@ -23,6 +24,10 @@ using Json = nlohmann::ordered_json;
 constexpr std::size_t kMaxSideFileBytes = 8'000'000;
 constexpr const char* kModelOpt = "modelopt";
 constexpr std::array<const char*, 2> kDescriptions = {"quantization_config", "compression_config"};
+
+Json parse_config(std::string_view text) {
+  return Json::parse(quote_python_constants(text), nullptr, /*allow_exceptions=*/false);
+}
 
 std::string method_of(const Json& description) {
   const auto method = description.find("quant_method");
@@ -222,7 +227,7 @@ bool states_cache(const Json& json) {
 
 Result<SourceQuantization> read_source_quantization(const std::string& directory,
                                                     std::string_view config) {
-  const Json whole = Json::parse(config, nullptr, /*allow_exceptions=*/false);
+  const Json whole = parse_config(config);
   if (!whole.is_object()) {
     return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
   }
@@ -283,7 +288,7 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
 }
 
 Result<std::string> converted_config(std::string_view config, const Json& quantization) {
-  Json json = Json::parse(config, nullptr, /*allow_exceptions=*/false);
+  Json json = parse_config(config);
   if (!json.is_object()) return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
   for (const char* key : kDescriptions) {
     json.erase(key);
@@ -292,7 +297,7 @@ Result<std::string> converted_config(std::string_view config, const Json& quanti
     }
   }
   json[kDescriptions[0]] = quantization;
-  return json.dump(2) + "\n";
+  return unquote_python_constants(json.dump(2)) + "\n";
 }
 
 }  // namespace moesaic::checkpoint
