@@ -21,7 +21,8 @@ from ._errors import DeviceError, InvalidArgument, Unsupported
 
 __all__ = ["MoesaicExperts", "drop", "experts", "keep"]
 
-_lock = threading.Lock()
+# drop() may run within keep(): in a finalizer, whenever the garbage collector does.
+_lock = threading.RLock()
 _layers: dict[int, RoutedExperts] = {}
 _numbers = itertools.count(1)
 

@@ -63,6 +63,8 @@ void install_log_sink() {
 void drain_warnings() {
   Pending& p = pending();
   if (!p.any.load(std::memory_order_acquire)) return;
+  // Of a callback's exception nothing may be imported or called; they are told next time.
+  if (PyErr_Occurred() && !MOESAIC_FAULT(python_warnings_over_an_exception)) return;
   std::vector<std::string> texts;
   {
     const std::lock_guard<std::mutex> lock(p.mutex);

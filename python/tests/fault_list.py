@@ -15,6 +15,7 @@ BINDING = {
     "python_interrupt_ignored": ("test_errors.py", "ctrl_c"),
     "python_callback_error_lost": ("test_errors.py", "ctrl_c"),
     "python_every_error_internal": ("test_errors.py", "each_code"),
+    "python_warnings_over_an_exception": ("test_errors.py", "pending_warning"),
     "python_freed_storage_read": ("test_torch.py", "without_memory"),
     "python_export_error_as_is": ("test_torch.py", "without_memory"),
     "python_dlpack_strides_ignored": ("test_torch.py", "in_place"),
@@ -43,6 +44,13 @@ FILES = {
         "class InvalidShape(Error)",
         "test_errors.py",
         "each_code",
+    ),
+    "operator_drops_under_a_plain_lock": (
+        "torch.py",
+        "threading.RLock()",
+        "threading.Lock()",
+        "test_torch.py",
+        "may_be_collected",
     ),
     "operator_keeps_dropped_experts": ("torch.py", "_layers.pop(number, None)", "pass", "test_torch.py", "dropped"),
     "operator_without_gradient_rule": (

@@ -92,6 +92,20 @@ def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
     layer_of(qwen3)  # nothing is left behind
 
 
+def test_a_pending_warning_is_told_after_the_callers_exception(
+    qwen3: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(moesaic.Error):  # warns of the experts that are left over, then refuses
+        moesaic.Router(num_experts=7, top_k=9, method="grouped_topk", num_expert_group=4, topk_group=2)
+    with pytest.raises(KeyError, match="mine"):
+        layer_of(qwen3, progress=fail)
+    layer_of(qwen3)
+    assert any(record.name == "moesaic" for record in caplog.records)
+
+
 def test_a_forked_child_is_told_to_spawn(own: OwnExperts) -> None:
     layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
     layer(own.x, own.ids, own.weights)

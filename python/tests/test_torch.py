@@ -6,6 +6,7 @@ import gc
 import importlib
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,21 @@ def test_refusals_of_a_framework_without_memory_for_us(own: OwnExperts, module: 
     for error in (KeyboardInterrupt, MemoryError):
         with pytest.raises(error, match="not today"):
             module.layer(Refusing(error), ids, weights)
+
+
+def test_experts_may_be_collected_while_others_are_kept(
+    module: mtorch.MoesaicExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Collecting(dict[int, Any]):
+        def __setitem__(self, number: int, layer: Any) -> None:
+            mtorch.drop(1 << 40)  # as a finalizer does
+            super().__setitem__(number, layer)
+
+    monkeypatch.setattr(mtorch, "_layers", Collecting())
+    kept = threading.Thread(target=mtorch.keep, args=(module.layer,), daemon=True)
+    kept.start()
+    kept.join(20)
+    assert not kept.is_alive() and list(mtorch._layers.values()) == [module.layer]
 
 
 def test_eight_bit_types_arrive(own: OwnExperts) -> None:

@@ -19,6 +19,14 @@ inline Status expect_cpu(Device device) {
   return unsupported("device: " + device.to_string() + ", need cpu");
 }
 
+// More threads end the process where there cannot be so many: OpenMP has no other answer.
+inline constexpr int kMaxThreads = 4096;
+inline Status expect_threads(int got) {
+  if (got >= 0 && got <= kMaxThreads) return {};
+  return invalid("num_threads: got " + std::to_string(got) + ", need 0 (automatic) .. " +
+                 std::to_string(kMaxThreads));
+}
+
 // "hidden_states: got I8, need F32, BF16 or F16".
 inline Status expect_float_dtype(std::string_view field, DType got,
                                  StatusCode otherwise = StatusCode::kInvalidDType) {

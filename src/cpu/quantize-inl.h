@@ -87,7 +87,10 @@ HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, f
   const float gscale = 1.0F / static_scale;
   if constexpr (kRule == RowQuantRule::kFp8Static) {
     const VF inverse = hn::Set(df, gscale);
-    ForRow(row, n, [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, inverse)); });
+    // No scale of a group holds its NaN.
+    ForRow(row, n, [&](VF v) MOESAIC_TIER_ATTR {
+      return hn::IfThenElse(hn::IsNaN(v), v, CodeValue<kRule>(hn::Mul(v, inverse)));
+    });
     return;
   }
   float first = 0.0F;

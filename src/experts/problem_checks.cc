@@ -40,8 +40,7 @@ Status check_sizes(const MoeProblem& p) {
       return invalid(fmt::format("{}: got {}, need {} .. {}", f.name, f.value, f.low, f.high));
     }
   }
-  if (p.num_threads < 0)
-    return invalid(fmt::format("num_threads: got {}, need >= 0", p.num_threads));
+  MOESAIC_RETURN_IF_ERROR(expect_threads(p.num_threads));
   const auto elements = checked_mul(experts::w13_rows(p), p.hidden_size);
   if (!elements || *elements > kMaxMatrixElements) {
     return {StatusCode::kLimitExceeded,
@@ -79,9 +78,16 @@ Status check_block_shapes(const MoeProblem& p) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, w.block_k, "groups of weights"));
     MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, w.block_k, "groups of weights"));
   }
-  const int per_bytes = 8 / std::gcd(dtype_bits(w.dtype), 8);  // elements that fill whole bytes
-  MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, per_bytes, "bytes"));
-  MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, per_bytes, "bytes"));
+  // Elements that fill whole bytes, also of the forms in which the matrices are held.
+  const auto per_bytes = [](const OperandQuant& form) {
+    return 8 / std::gcd(dtype_bits(form.dtype), 8);
+  };
+  const bool forms = p.quant.forms && !MOESAIC_FAULT(experts_forms_of_odd_rows);
+  const OperandQuant &w13 = forms ? p.quant.forms->w13 : w, &w2 = forms ? p.quant.forms->w2 : w;
+  MOESAIC_RETURN_IF_ERROR(
+      needs_multiple("hidden_size", h, std::lcm(per_bytes(w), per_bytes(w13)), "bytes"));
+  MOESAIC_RETURN_IF_ERROR(
+      needs_multiple("intermediate_size", i, std::lcm(per_bytes(w), per_bytes(w2)), "bytes"));
   const bool ragged_rows =
       (a.dtype == DType::kF8E4M3 && a.rule == ExponentRule::kNone) || a.dtype == DType::kI8;
   if (a.granularity == ScaleGranularity::kGroup && !ragged_rows) {

@@ -2,11 +2,14 @@
 // values that would silently poison every product.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/matrix.h"
@@ -42,6 +45,25 @@ Status check_finite(const std::string& field, const ConstTensorView& t) {
     if (!std::isfinite(v)) {
       return invalid(fmt::format("{}: got {} at {}, need finite numbers", field, v, place(t, i)));
     }
+  }
+  return {};
+}
+
+// Kernels without a NaN among their codes would read a number.
+Status check_e4m3(const std::string& field, const ConstTensorView& t) {
+  const auto* const codes = t.as<std::uint8_t>();
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, t.shape.num_elements());
+  const auto is_nan = [](std::uint8_t code) { return (code & 0x7F) == 0x7F; };
+  constexpr std::int64_t kBlock = 4096;  // without a branch for each
+  for (std::int64_t begin = 0; begin < count; begin += kBlock) {
+    const std::int64_t end = std::min(count, begin + kBlock);
+    std::uint8_t any = 0;
+    for (std::int64_t i = begin; i < end; ++i)
+      any = std::max(any, static_cast<std::uint8_t>(is_nan(codes[i])));
+    if (any == 0 || MOESAIC_FAULT(experts_nan_codes_are_numbers)) continue;
+    const std::int64_t at = std::find_if(codes + begin, codes + end, is_nan) - codes;
+    return invalid(fmt::format("{}: got the NaN code 0x{:02X} at {}, need finite e4m3 values",
+                               field, codes[at], place(t, at)));
   }
   return {};
 }
@@ -148,6 +170,7 @@ Status check_projection(const std::string& field, const ProjectionView& v, std::
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, v.weight, {rows, columns}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, v.weight));
   MOESAIC_RETURN_IF_ERROR(expect_dtype(field, v.weight, w.dtype));
+  if (w.dtype == DType::kF8E4M3) MOESAIC_RETURN_IF_ERROR(check_e4m3(field, v.weight));
   MOESAIC_RETURN_IF_ERROR(check_scales(field, v, w, rows, columns));
   MOESAIC_RETURN_IF_ERROR(
       check_input_scale(field + "_input_scale", v.input_scale, p.quant.activation, w));

@@ -89,20 +89,24 @@ void GateLinear::Impl::compute(const cpu::GateOperands& op, std::int64_t rows,
   const std::int64_t items = ceil_div(rows, kTokenBlock) * expert_blocks;
   const bool add_bias = !bias.empty() && !MOESAIC_FAULT(gate_skip_bias);
   const DType linear = MOESAIC_FAULT(gate_linear_stays_fp32) ? DType::kF32 : linear_dtype;
-#pragma omp parallel for schedule(static) num_threads(team_size(rows))
-  for (std::int64_t item = 0; item < items; ++item) {
-    const std::int64_t t_begin = item / expert_blocks * kTokenBlock;
-    const std::int64_t e_begin = item % expert_blocks * kExpertBlock;
-    const std::int64_t t_end = std::min(rows, t_begin + kTokenBlock);
-    const std::int64_t e_end = std::min(num_experts, e_begin + kExpertBlock);
-    float block[kTokenBlock * kExpertBlock];
-    kernels->gate_logits(op, {t_begin, t_end, e_begin, e_end, block, kExpertBlock});
-    for (std::int64_t t = t_begin; t < t_end; ++t) {
-      for (std::int64_t e = e_begin; e < e_end; ++e) {
-        float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
-        if (add_bias) logit += bias[static_cast<std::size_t>(e)];
-        if (MOESAIC_FAULT(gate_round_logits_to_bf16)) logit = f32_from_bf16(bf16_from_f32(logit));
-        store_from_f32(out.data, out.dtype, t * num_experts + e, gate::rounded_to(logit, linear));
+#pragma omp parallel num_threads(team_size(rows))
+  {
+    const cpu::ScopedIeeeMode ieee;
+#pragma omp for schedule(static)
+    for (std::int64_t item = 0; item < items; ++item) {
+      const std::int64_t t_begin = item / expert_blocks * kTokenBlock;
+      const std::int64_t e_begin = item % expert_blocks * kExpertBlock;
+      const std::int64_t t_end = std::min(rows, t_begin + kTokenBlock);
+      const std::int64_t e_end = std::min(num_experts, e_begin + kExpertBlock);
+      float block[kTokenBlock * kExpertBlock];
+      kernels->gate_logits(op, {t_begin, t_end, e_begin, e_end, block, kExpertBlock});
+      for (std::int64_t t = t_begin; t < t_end; ++t) {
+        for (std::int64_t e = e_begin; e < e_end; ++e) {
+          float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
+          if (add_bias) logit += bias[static_cast<std::size_t>(e)];
+          if (MOESAIC_FAULT(gate_round_logits_to_bf16)) logit = f32_from_bf16(bf16_from_f32(logit));
+          store_from_f32(out.data, out.dtype, t * num_experts + e, gate::rounded_to(logit, linear));
+        }
       }
     }
   }
@@ -125,11 +129,7 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
   if (options.logits_dtype) {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", *options.logits_dtype));
   }
-  if (options.num_threads < 0) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_threads(options.num_threads));
 
   const DType linear_dtype = options.force_fp32_compute ? DType::kF32 : weight.dtype;
   if (options.device.is_cuda()) {

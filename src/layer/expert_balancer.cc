@@ -137,7 +137,9 @@ Result<std::vector<double>> ExpertBalancer::load(Communicator* world, int replic
     }
     return sum;
   } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "cannot allocate the loads of all ranks");
+    const Status none(StatusCode::kOutOfMemory, "cannot allocate the loads of all ranks");
+    if (world != nullptr) static_cast<void>(world->abandon(none.message()));
+    return none;
   }
 }
 

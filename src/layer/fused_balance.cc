@@ -75,20 +75,23 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   layer::ExpertBalancer& balancer = *impl_->engine->balancer();
   const int ranks = impl_->options.parallel.ep_size;
   if (!impl_->mesh && ranks > 1) return need_communicator("begin_rearrange", ranks);
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<ExpertPart> parts, impl_->engine->expert_parts());
+  const Result<std::vector<ExpertPart>> parts = impl_->engine->expert_parts();
   const auto make_room = [&](Communicator* world) {
-    Status made = balancer.make_room(world, parts);
+    Status made = balancer.make_room(world, *parts);
     if (!made.ok()) balancer.drop();
     return made;
   };
+  const bool was_in_flight = balancer.in_flight();
+  const Status begun = parts.ok() ? balancer.begin(wanted) : parts.status();
   if (!impl_->mesh) {
-    MOESAIC_RETURN_IF_ERROR(balancer.begin(wanted));
+    MOESAIC_RETURN_IF_ERROR(begun);
     return make_room(nullptr);
   }
   std::string sizes;
-  for (const ExpertPart& part : parts) sizes += fmt::format(" {} {}", part.name, part.rows.dim(1));
-  const bool was_in_flight = balancer.in_flight();
-  const Status begun = balancer.begin(wanted);
+  if (parts.ok()) {
+    for (const ExpertPart& part : *parts)
+      sizes += fmt::format(" {} {}", part.name, part.rows.dim(1));
+  }
   Status agreed =
       layer::agree(*impl_->mesh->world(), "rearrange", begun,
                    layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)));
@@ -117,16 +120,21 @@ Result<std::vector<std::int32_t>> FusedMoE::plan_rebalance(std::span<const doubl
 
 Status FusedMoE::begin_rebalance(int num_nodes) {
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> load, measured_load());
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> wanted, plan_rebalance(load, num_nodes));
-  return begin_rearrange(wanted);
+  const Result<std::vector<std::int32_t>> wanted = plan_rebalance(load, num_nodes);
+  if (wanted.ok()) return begin_rearrange(*wanted);
+  if (!impl_->mesh || MOESAIC_FAULT(eplb_others_wait_for_a_refused_plan)) return wanted.status();
+  // The others may be in begin_rearrange.
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return layer::agree(*impl_->mesh->world(), "rearrange", wanted.status(), 0);
 }
 
 Result<bool> FusedMoE::continue_rearrange(std::int64_t max_transfers) {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<ExpertPart> parts, impl_->engine->expert_parts());
+  const Result<std::vector<ExpertPart>> parts = impl_->engine->expert_parts();
+  if (!parts.ok()) return impl_->mesh ? impl_->mesh->give_up(parts.status()) : parts.status();
   return impl_->engine->balancer()->advance(impl_->mesh ? impl_->mesh->world().get() : nullptr,
-                                            max_transfers, parts);
+                                            max_transfers, *parts);
 }
 
 }  // namespace moesaic

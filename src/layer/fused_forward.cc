@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "layer/call_args.h"
@@ -130,6 +131,18 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
   return forward(args);
 }
 
+namespace {
+
+// Of what is summed in host memory.
+Result<std::int64_t> elements_of_sum(const TensorView& x) {
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("x", x.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
+  return x.shape.num_elements();
+}
+
+}  // namespace
+
 Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
   const Impl& m = *impl_;
   if (output_is_reduced()) return {};
@@ -142,11 +155,12 @@ Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
     const std::lock_guard<std::mutex> lock(m.mutex);
     return m.engine->sum_over_replicas(stream, x);
   }
-  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("x", x.dtype));
-  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cpu()));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
+  const Result<std::int64_t> checked = elements_of_sum(x);
   const std::lock_guard<std::mutex> lock(m.mutex);
+  if (!checked.ok() && MOESAIC_FAULT(layer_others_wait_for_a_refused_sum)) return checked.status();
+  const std::int64_t count = checked.ok() ? *checked : 0;
+  MOESAIC_RETURN_IF_ERROR(layer::agree(*m.mesh->replicas(), "maybe_all_reduce",
+                                       checked.ok() ? Status() : checked.status(), count));
   if (x.dtype == DType::kF32) {
     return m.mesh->reduce_replicas({x.as<float>(), static_cast<std::size_t>(count)});
   }

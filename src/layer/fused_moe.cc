@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "cpu/tiers.h"
 #include "layer/fused_impl.h"
 #include "layer/layer_router.h"
 #include "router/router_checks.h"
@@ -129,7 +130,15 @@ Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& option
   return FusedMoE(std::move(impl).value());
 }
 
+// What all ranks must have alike: each waits for the others where its own plan says so.
 std::int64_t FusedMoE::Impl::fingerprint() const {
+  const ParallelConfig& p = options.parallel;
+  const std::string parts =
+      MOESAIC_FAULT(layer_ranks_may_have_other_parts)
+          ? ""
+          : fmt::format(" {} {} {} {} {} {} {} {} {}", plan.adds_shared, plan.has_shared,
+                        plan.has_input_transform, plan.has_output_transform, p.tp_size, p.ep_size,
+                        p.dp_size, p.pcp_size, p.sp_size);
   return layer::fingerprint_of(
       fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size, spec.intermediate_size,
                   spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
@@ -141,12 +150,14 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
                   layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype),
                   plan.ranks.pair_capacity) +
+      parts +
       (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""
                                                         : gate::describe(plan.logit_rounding())));
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
                                                               const Options& options) {
+  const cpu::ScopedIeeeMode ieee;  // weights are quantised and unpacked
   const MoeLayerTensors& t = weights.tensors;
   if (!weights.experts) {
     return Status(StatusCode::kInvalidArgument, "experts: got no source, need one");

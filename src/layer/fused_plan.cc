@@ -48,9 +48,7 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
   if (o.max_tokens < 1 || o.max_tokens > std::numeric_limits<std::int32_t>::max()) {
     return invalid(fmt::format("max_tokens: got {}, need 1 .. 2^31-1", o.max_tokens));
   }
-  if (o.num_threads < 0) {
-    return invalid(fmt::format("num_threads: got {}, need >= 0", o.num_threads));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_threads(o.num_threads));
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("router_logits_dtype", o.router_logits_dtype));
   if (!o.include_gate && (o.router_logits_dtype != DType::kF32 || !o.gate_force_fp32_compute)) {
     return invalid(fmt::format(

@@ -9,6 +9,7 @@
 #include "core/arena.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "cpu/tiers.h"
 #include "layer/kernel_impl.h"
 
 namespace moesaic {
@@ -204,6 +205,7 @@ Status ModularKernel::Call::run_experts() {
 }
 
 Status ModularKernel::Call::finish() {
+  const cpu::ScopedIeeeMode ieee;
   State& s = *state_;
   if (s.rows) MOESAIC_RETURN_IF_ERROR(run_experts());
   if (!s.failure.ok()) return s.failure;

@@ -155,7 +155,7 @@ Status RankMesh::gather_replicas(const TensorView& output) const {
     }
     return replicas_->exchange("gather", send, receive);
   } catch (const std::bad_alloc&) {
-    return {StatusCode::kOutOfMemory, "gather: cannot allocate a buffer"};
+    return give_up({StatusCode::kOutOfMemory, "gather: cannot allocate a buffer"});
   }
 }
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
-#include <limits>
 
 #include "parallel/transport.h"
 
@@ -45,6 +44,39 @@ Status mpi_error(const char* call, int code) {
   return {StatusCode::kDevice, fmt::format("{}: {}", call, text)};
 }
 
+// A message as MPI counts it: ints reach 2^31 - 1 bytes, so long ones are blocks and a rest.
+class MessageType {
+ public:
+  explicit MessageType(std::size_t bytes) : bytes_(bytes) {
+    if (bytes <= kPlain) return;
+    constexpr std::size_t kBlock = std::size_t{1} << 20;
+    const int lengths[] = {static_cast<int>(bytes / kBlock), static_cast<int>(bytes % kBlock)};
+    const MPI_Aint places[] = {0, static_cast<MPI_Aint>(bytes / kBlock * kBlock)};
+    MPI_Datatype block = MPI_DATATYPE_NULL;
+    code_ = MPI_Type_contiguous(static_cast<int>(kBlock), MPI_BYTE, &block);
+    if (code_ != MPI_SUCCESS) return;
+    const MPI_Datatype parts[] = {block, MPI_BYTE};
+    code_ = MPI_Type_create_struct(2, lengths, places, parts, &type_);
+    if (code_ == MPI_SUCCESS) code_ = MPI_Type_commit(&type_);
+    MPI_Type_free(&block);
+  }
+  MessageType(const MessageType&) = delete;
+  MessageType& operator=(const MessageType&) = delete;
+  // What is under way with it stays.
+  ~MessageType() {
+    if (bytes_ > kPlain && type_ != MPI_DATATYPE_NULL && type_ != MPI_BYTE) MPI_Type_free(&type_);
+  }
+  int code() const { return code_; }
+  int count() const { return bytes_ > kPlain ? 1 : static_cast<int>(bytes_); }
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  static constexpr std::size_t kPlain = std::size_t{1} << 24;
+  std::size_t bytes_;
+  int code_ = MPI_SUCCESS;
+  MPI_Datatype type_ = MPI_BYTE;
+};
+
 class MpiTransport final : public parallel::Transport {
  public:
   explicit MpiTransport(bool finalize) : finalize_(finalize) {}
@@ -71,14 +103,12 @@ class MpiTransport final : public parallel::Transport {
   int size() const override { return size_; }
 
   Status post(int to, int tag, parallel::Message message) override {
-    if (message.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
-      return {StatusCode::kLimitExceeded,
-              fmt::format("message: got {} bytes, MPI takes at most 2^31-1", message.size())};
-    }
+    const MessageType as(message.size());
+    if (as.code() != MPI_SUCCESS) return mpi_error("MPI_Type_create_struct", as.code());
     Pending& p = pending_.emplace_back();
     p.message = std::move(message);
-    const int code = MPI_Isend(p.message.data(), static_cast<int>(p.message.size()), MPI_BYTE, to,
-                               tag, MPI_COMM_WORLD, &p.request);
+    const int code =
+        MPI_Isend(p.message.data(), as.count(), as.type(), to, tag, MPI_COMM_WORLD, &p.request);
     return code == MPI_SUCCESS ? Status() : mpi_error("MPI_Isend", code);
   }
 
@@ -92,11 +122,14 @@ class MpiTransport final : public parallel::Transport {
       int code = MPI_Improbe(from, tag, MPI_COMM_WORLD, &there, &handle, &status);
       if (code != MPI_SUCCESS) return mpi_error("MPI_Improbe", code);
       if (there == 0) return std::optional<parallel::Message>();
-      int bytes = 0;
-      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      MPI_Count bytes = 0;
+      code = MPI_Get_elements_x(&status, MPI_BYTE, &bytes);
+      if (code != MPI_SUCCESS) return mpi_error("MPI_Get_elements_x", code);
+      const MessageType as(static_cast<std::size_t>(bytes));
+      if (as.code() != MPI_SUCCESS) return mpi_error("MPI_Type_create_struct", as.code());
       Pending& p = arriving_[key];
       p.message = pool().take(static_cast<std::size_t>(bytes));
-      code = MPI_Imrecv(p.message.data(), bytes, MPI_BYTE, &handle, &p.request);
+      code = MPI_Imrecv(p.message.data(), as.count(), as.type(), &handle, &p.request);
       if (code != MPI_SUCCESS) return mpi_error("MPI_Imrecv", code);
     }
     const auto entry = arriving_.find(key);

@@ -139,6 +139,7 @@ void Router::Impl::route_rows(const Args& args, std::int32_t* ids, int threads) 
   std::vector<float> wide(on_stack ? 0 : static_cast<std::size_t>(threads * per_thread));
 #pragma omp parallel num_threads(threads)
   {
+    const cpu::ScopedIeeeMode ieee;
     std::array<float, kStackFloats> narrow;
     float* const scratch =
         on_stack ? narrow.data() : wide.data() + omp_get_thread_num() * per_thread;

@@ -256,10 +256,7 @@ Status check_router_parts(const Router::Options& o, const RoutingSpec& r) {
     return invalid(
         fmt::format("shared_expert_weight: got {}, need a finite number", o.shared_expert_weight));
   }
-  if (o.num_threads < 0) {
-    return invalid(fmt::format("num_threads: got {}, need 0 (automatic) or more", o.num_threads));
-  }
-  return {};
+  return expect_threads(o.num_threads);
 }
 
 Status check_select_args(const Router::Args& args, const RoutingSpec& spec, std::int64_t slots,

@@ -43,6 +43,13 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
        "intermediate_size: got -1"},
       {"bf16", [](auto& p) { p.max_tokens = -1; }, StatusCode::kInvalidArgument, "max_tokens"},
       {"bf16", [](auto& p) { p.num_threads = -2; }, StatusCode::kInvalidArgument, "num_threads"},
+      {"bf16", [](auto& p) { p.num_threads = 4097; }, StatusCode::kInvalidArgument,
+       "num_threads: got 4097, need 0 (automatic) .. 4096"},
+      // 4-bit forms of matrices that are stored as bytes.
+      {"q4k-q6k", [](auto& p) { p.hidden_size = 251; }, StatusCode::kUnsupported,
+       "hidden_size: got 251"},
+      {"q3k-q4k", [](auto& p) { p.intermediate_size = 413; }, StatusCode::kUnsupported,
+       "intermediate_size: got 413"},
       {"bf16",
        [](auto& p) {
          p.hidden_size = std::numeric_limits<std::int32_t>::max();
@@ -180,6 +187,12 @@ TEST(CheckExpertWeights, RefusesWithTheExpertAndTheTensor) {
          c.weights.w13_scale.template as<float>()[0] = std::numeric_limits<float>::infinity();
        },
        StatusCode::kInvalidArgument, "w13_scale: got inf"},
+      {"fp8-block",
+       [](auto&, auto&, auto& c) { c.weights.w13.template as<std::uint8_t>()[5] = 0x7F; },
+       StatusCode::kInvalidArgument, "w13: got the NaN code 0x7F at [0, 5]"},
+      {"fp8-bf16",
+       [](auto&, auto&, auto& c) { c.weights.w2.template as<std::uint8_t>()[1] = 0xFF; },
+       StatusCode::kInvalidArgument, "w2: got the NaN code 0xFF at [0, 1]"},
       {"bf16", [](auto&, auto& w, auto&) { w.w13_scale = w.w13; }, StatusCode::kInvalidArgument,
        "w13_scale"},
       {"nvfp4", [](auto&, auto& w, auto&) { w.w2_global_scale = {}; }, StatusCode::kInvalidArgument,

@@ -498,19 +498,43 @@ TEST(ExpertsFp8Block, BlocksMayEndRagged) {
   }
 }
 
+// Kernels count the groups of super-blocks from the start of each.
+TEST(ExpertsSuperBlocks, AreComputedWhateverTheGroupOfInt8Rows) {
+  for (const char* quant : {"q4k-super-int8", "q6k-super-int8"}) {
+    for (const std::int64_t group : {32, 48, 64, 96, 112, 128}) {
+      MoeProblem p = small_problem(quant);
+      p.hidden_size = p.intermediate_size = 512;
+      OperandQuant rows = p.quant.activation;
+      rows.block_k = group;
+      p.quant = with_activation(p.quant, rows);
+      const StandardCase c = make_case(142, p, 9, DType::kBF16);
+      const std::vector<double> want = c.oracle(false);
+      for (const std::string& name : accepting(p)) {
+        const Tensor got = run_standard(*make_backend(name, c), c);
+        const auto result = compare(to_doubles(got.view()), want);
+        EXPECT_LE(result.rel_l2, 0.03) << quant << ' ' << group << ' ' << name << result.describe;
+      }
+    }
+  }
+}
+
+// And is none of its codes: int8, e4m3 and e2m1 would make a number of it.
 TEST(ExpertsNaN, StaysInItsRow) {
-  const StandardCase clean = make_case(141, small_problem("bf16"), 3, DType::kBF16);
-  StandardCase c = make_case(141, small_problem("bf16"), 3, DType::kBF16);
-  c.hidden_states.as<std::uint16_t>()[c.problem.hidden_size + 5] = 0x7FC0;
-  for (const std::string& name : accepting(c.problem)) {
-    const Tensor got = run_standard(*make_backend(name, c), c);
-    const Tensor want = run_standard(*make_backend(name, clean), clean);
-    const std::int64_t h = c.problem.hidden_size;
-    for (std::int64_t i = 0; i < 3 * h; ++i) {
-      if (i / h == 1) {
-        ASSERT_TRUE(std::isnan(got.as<float>()[i])) << name;
-      } else {
-        ASSERT_EQ(got.as<float>()[i], want.as<float>()[i]) << name;
+  for (const char* quant : {"bf16", "fp8-block", "fp8-tensor", "fp8-channel", "int8", "mxfp8",
+                            "mxfp4", "nvfp4", "int4-fp8", "int4-g128-int8"}) {
+    const StandardCase clean = make_case(141, small_problem(quant), 3, DType::kBF16);
+    StandardCase c = make_case(141, small_problem(quant), 3, DType::kBF16);
+    c.hidden_states.as<std::uint16_t>()[c.problem.hidden_size + 5] = 0x7FC0;
+    for (const std::string& name : accepting(c.problem)) {
+      const Tensor got = run_standard(*make_backend(name, c), c);
+      const Tensor want = run_standard(*make_backend(name, clean), clean);
+      const std::int64_t h = c.problem.hidden_size;
+      for (std::int64_t i = 0; i < 3 * h; ++i) {
+        if (i / h == 1) {
+          ASSERT_TRUE(std::isnan(got.as<float>()[i])) << name << ' ' << quant;
+        } else {
+          ASSERT_EQ(got.as<float>()[i], want.as<float>()[i]) << name << ' ' << quant;
+        }
       }
     }
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 
 #include "cpu/team.h"
 #include "cpu/tiers.h"
@@ -93,6 +94,28 @@ TEST(LayerThreads, SmallCallsStartNoTeamAndBitsAreTheSame) {
       std::string why;
       EXPECT_TRUE(same_bits(got.output.view(), want.output.view(), &why)) << tokens << why;
       EXPECT_TRUE(same_bits(got.logits.view(), want.logits.view(), &why)) << tokens << why;
+    }
+  }
+}
+
+// What the caller's framework has set, on its own thread: rounding upwards here.
+TEST(LayerThreads, TheCallersFloatingPointModeChangesNoBit) {
+  for (const char* quant : {"bf16", "fp8-block", "int8"}) {
+    const LayerTensors tensors = make_tensors(73, medium_spec(quant));
+    const Tensor x = random_hidden(74, 300, 256);
+    for (const int threads : {1, kThreads}) {
+      const LayerRun want = run_layer(make_layer(tensors, threaded(threads, 300)), x);
+      const int mode = std::fegetround();
+      ASSERT_EQ(std::fesetround(FE_UPWARD), 0);
+      const LayerRun got = run_layer(make_layer(tensors, threaded(threads, 300)), x);
+      const int after = std::fegetround();
+      std::fesetround(mode);
+      EXPECT_EQ(after, FE_UPWARD);
+      std::string why;
+      EXPECT_TRUE(same_bits(got.logits.view(), want.logits.view(), &why)) << quant << why;
+      EXPECT_TRUE(same_bits(got.topk_weights.view(), want.topk_weights.view(), &why))
+          << quant << why;
+      EXPECT_TRUE(same_bits(got.output.view(), want.output.view(), &why)) << quant << why;
     }
   }
 }

@@ -76,7 +76,10 @@ Result<Json> stated_in_side_file(const std::string& directory) {
 std::vector<std::string> expert_targets(const ConvertedModules& modules) {
   const auto escaped = [](std::string_view text) {
     std::string out;
-    for (const char c : text) out += c == '.' ? std::string("\\.") : std::string(1, c);
+    for (const char c : text) {
+      if (c == '.') out += '\\';
+      out += c;
+    }
     return out;
   };
   std::map<std::string, std::vector<int>> layers;  // by the name with "#" for the layer's number

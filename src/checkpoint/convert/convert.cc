@@ -21,6 +21,8 @@
 #include "checkpoint/convert/folder.h"
 #include "checkpoint/convert/plan.h"
 #include "core/fault.h"
+#include "core/refusal.h"
+#include "cpu/tiers.h"
 #include "numerics/integer.h"
 #include "quant/arguments.h"
 #include "quant/dequantize_weight.h"
@@ -383,6 +385,8 @@ Result<ConvertReport> convert_checkpoint(const std::string& from, const std::str
   if (options.failed_on_output != nullptr) *options.failed_on_output = false;
   return checkpoint::guard_allocation("convert", [&]() -> Result<ConvertReport> {
     try {
+      const cpu::ScopedIeeeMode ieee;
+      MOESAIC_RETURN_IF_ERROR(expect_threads(options.num_threads));
       return Converter(from, options).run(to);
     } catch (const fs::filesystem_error& error) {
       return Status(StatusCode::kIo, fmt::format("convert: {}", error.what()));

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <new>
 
 #include "core/fault.h"
 #include "core/refusal.h"
@@ -213,7 +214,11 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
   w.past_caches = plan_.chunk_rows(rows) * plan_.n2 * std::int64_t{sizeof(float)} >= kPastCaches;
   CpuRowErrors errors;
   if (!args.numerics.empty()) {
-    errors = make_row_errors(plan_.chunk_tokens(rows), w.own_rows);
+    try {
+      errors = make_row_errors(plan_.chunk_tokens(rows), w.own_rows);
+    } catch (const std::bad_alloc&) {
+      return {StatusCode::kOutOfMemory, "numerics: cannot allocate the errors of a call's rows"};
+    }
     w.errors = &errors;
   }
   if (plan_.standard) {

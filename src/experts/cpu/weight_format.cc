@@ -6,6 +6,8 @@
 #include <numeric>
 #include <string>
 
+#include "core/fault.h"
+
 namespace moesaic::experts {
 namespace {
 
@@ -137,6 +139,14 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
                   fmt::format("quant.weight: got {} of {} columns, the CPU kernels need a "
                               "multiple of {}",
                               block ? "blocks" : "groups", w.block_k, kFinestFold));
+  }
+  // Folds are counted from the start of 256 weights.
+  if (f.super.bits != 0 && quant.activation.granularity == ScaleGranularity::kGroup &&
+      256 % quant.activation.block_k != 0 && !MOESAIC_FAULT(cpu_super_folds_of_any_group)) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("quant.activation: got groups of {} columns, super-blocks of 256 "
+                              "weights on the CPU kernels need groups that divide 256",
+                              quant.activation.block_k));
   }
   use_integer_products(quant, kernels, f);
   return f;

@@ -13,6 +13,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "cpu/tiers.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/matrix.h"
 #include "experts/row_error.h"
@@ -102,6 +103,7 @@ class RefExperts final : public Experts {
   }
 
   Status run(const ExpertsArgs& args) const override {
+    const cpu::ScopedIeeeMode ieee;
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t needed, workspace_size(0));
     MOESAIC_RETURN_IF_ERROR(check_run_args(p_, args, needed));
     Arena arena(args.workspace);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/checked.h"
 #include "core/fault.h"
@@ -51,14 +52,8 @@ float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
   return sf;
 }
 
-}  // namespace
-
-std::int64_t ref_max_scales(const OperandQuant& a, std::int64_t count) {
-  return a.granularity == ScaleGranularity::kGroup ? ceil_div(count, a.block_k) : 1;
-}
-
-RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
-                            std::int64_t count, float* scales, std::uint8_t* codes) {
+RefOperand quantize_row(const OperandQuant& a, float input_scale, float* row, std::int64_t count,
+                        float* scales, std::uint8_t* codes) {
   switch (a.granularity) {
     case ScaleGranularity::kGroup:
       break;
@@ -103,6 +98,23 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
                       : quantize_mx_group(a, row + begin, n);
   }
   return {row, scales, a.block_k, nvfp4 ? input_scale : 1.0F};
+}
+
+}  // namespace
+
+std::int64_t ref_max_scales(const OperandQuant& a, std::int64_t count) {
+  return a.granularity == ScaleGranularity::kGroup ? ceil_div(count, a.block_k) : 1;
+}
+
+RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
+                            std::int64_t count, float* scales, std::uint8_t* codes) {
+  const bool nan = std::any_of(row, row + count, [](float x) { return std::isnan(x); });
+  const RefOperand made = quantize_row(a, input_scale, row, count, scales, codes);
+  // No code is one, so it stays in a scale.
+  if (nan && made.scales != nullptr && !MOESAIC_FAULT(ref_experts_nan_is_a_number)) {
+    scales[0] = std::numeric_limits<float>::quiet_NaN();
+  }
+  return made;
 }
 
 }  // namespace moesaic::experts

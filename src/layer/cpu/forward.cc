@@ -9,6 +9,7 @@
 
 #include "core/fault.h"
 #include "core/guarded.h"
+#include "cpu/tiers.h"
 #include "layer/call_args.h"
 #include "layer/cpu/engine.h"
 #include "layer/input_norm.h"
@@ -163,7 +164,8 @@ Result<ModularKernel::Args> CpuEngine::routed_args(const RoutedRows& r, const Cp
   ConstTensorView input = r.x;
   if (options.transform.input) {
     const TensorView latent = view_of(b.latent, r.x.dtype, {rows, plan.latent_size});
-    MOESAIC_RETURN_IF_ERROR(options.transform.input(r.x, latent).with_context("transform.input"));
+    MOESAIC_RETURN_IF_ERROR(
+        guarded("transform.input", [&] { return options.transform.input(r.x, latent); }));
     input = latent;
   }
   if (plan.input_norm_eps > 0 && !MOESAIC_FAULT(layer_experts_see_raw_rows)) {
@@ -207,9 +209,8 @@ Status CpuEngine::finish_routed(const RoutedRows& r, const CpuBuffers& b) const 
         mesh->reduce_replicas({b.routed, static_cast<std::size_t>(rows * plan.latent_size)}));
   }
   for (std::int64_t i = 0; i < rows * plan.latent_size; ++i) b.routed[i] *= plan.output_scale;
-  return options.transform
-      .output(routed, view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size}))
-      .with_context("transform.output");
+  const TensorView back = view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size});
+  return guarded("transform.output", [&] { return options.transform.output(routed, back); });
 }
 
 Status CpuEngine::run_shared(const ConstTensorView& x, const CpuBuffers& b,
@@ -287,6 +288,7 @@ Result<CpuBuffers> CpuEngine::buffers(int slot, std::int64_t rows) const {
 }
 
 Status CpuEngine::forward_host(const FusedMoE::Args& args) const {
+  const cpu::ScopedIeeeMode ieee;
   if (mesh) {
     MOESAIC_ASSIGN_OR_RETURN(Flight flight, depart(args, 0));
     MOESAIC_RETURN_IF_ERROR(compute(flight));

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "core/fault.h"
+#include "cpu/tiers.h"
 #include "layer/cpu/engine.h"
 #include "layer/rows.h"
 
@@ -111,7 +112,9 @@ Status CpuEngine::arrive(Flight& f) const {
   const Status routed_status = f.call->finish();
   f.call.reset();
   MOESAIC_RETURN_IF_ERROR(routed_status.with_context("experts"));
-  MOESAIC_RETURN_IF_ERROR(finish_routed(f.rows, f.b));
+  const Status finished = finish_routed(f.rows, f.b);
+  if (MOESAIC_FAULT(layer_others_wait_for_a_failed_transform)) MOESAIC_RETURN_IF_ERROR(finished);
+  MOESAIC_RETURN_IF_ERROR(mesh->give_up(finished));
   MOESAIC_RETURN_IF_ERROR(mesh->give_up(shared_status));
   MOESAIC_RETURN_IF_ERROR(combine_over_ranks(f));
   clear_padding(*f.args);
@@ -122,6 +125,7 @@ Status CpuEngine::arrive(Flight& f) const {
 // while they work on the second. A failure of the one leaves the other's steps as they are: all
 // ranks take the same ones.
 Status CpuEngine::forward_pair(const FusedMoE::Args& first, const FusedMoE::Args& second) const {
+  const cpu::ScopedIeeeMode ieee;
   Result<Flight> a = depart(first, 0);
   Result<Flight> b = depart(second, 1);
   Status of_a = a.ok() ? compute(*a) : a.status();

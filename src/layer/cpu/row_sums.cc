@@ -4,6 +4,7 @@
 
 #include "core/fault.h"
 #include "cpu/team.h"
+#include "cpu/tiers.h"
 
 namespace moesaic::layer {
 namespace {
@@ -32,20 +33,24 @@ void add_row_parts(const cpu::CpuKernels& kernels, const std::array<RowPart, 3>&
   for (const RowPart& part : parts) bytes += part.rows != nullptr ? sizeof(float) : 0;
   const double us =
       cpu::one_thread_us(bytes * static_cast<double>(rows.count) * static_cast<double>(hidden), 0);
-#pragma omp parallel for schedule(static) num_threads(cpu::team_size(us, num_threads))
-  for (std::int64_t t = rows.first; t < rows.first + rows.count; ++t) {
-    alignas(64) float sum[kBlock];
-    for (std::int64_t h = 0; h < hidden; h += kBlock) {
-      const std::int64_t n = std::min(kBlock, hidden - h);
-      for (std::size_t p = 0; p < parts.size(); ++p) {
-        const RowPart& part = parts[p];
-        if (!has_row(part, t)) continue;
-        const std::int64_t row = t - part.first;
-        const bool own = part.factors != nullptr && !MOESAIC_FAULT(layer_factor_of_all_rows);
-        const float factor = own ? part.factors[row] : part.factor;
-        (p == 0 ? multiply : add)(part.rows + row * hidden + h, factor, n, sum);
+#pragma omp parallel num_threads(cpu::team_size(us, num_threads))
+  {
+    const cpu::ScopedIeeeMode ieee;
+#pragma omp for schedule(static)
+    for (std::int64_t t = rows.first; t < rows.first + rows.count; ++t) {
+      alignas(64) float sum[kBlock];
+      for (std::int64_t h = 0; h < hidden; h += kBlock) {
+        const std::int64_t n = std::min(kBlock, hidden - h);
+        for (std::size_t p = 0; p < parts.size(); ++p) {
+          const RowPart& part = parts[p];
+          if (!has_row(part, t)) continue;
+          const std::int64_t row = t - part.first;
+          const bool own = part.factors != nullptr && !MOESAIC_FAULT(layer_factor_of_all_rows);
+          const float factor = own ? part.factors[row] : part.factor;
+          (p == 0 ? multiply : add)(part.rows + row * hidden + h, factor, n, sum);
+        }
+        kernels.store_row(sum, n, output.dtype, output.data + (t * hidden + h) * element);
       }
-      kernels.store_row(sum, n, output.dtype, output.data + (t * hidden + h) * element);
     }
   }
 }

@@ -156,27 +156,40 @@ Status CudaLayer::Impl::gather_replicas(void* stream, void* rows, DType dtype,
   return replicas->gather(stream, static_cast<std::byte*>(rows), first);
 }
 
-Status CudaLayer::sum_over_replicas(Stream stream, const TensorView& x) const {
-  const Impl& m = *impl_;
+namespace {
+
+Result<std::int64_t> elements_of_sum(Stream stream, const TensorView& x, int device) {
   if (x.dtype != DType::kF32 && x.dtype != DType::kBF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("x: got {}, need F32 or BF16 on a GPU", dtype_name(x.dtype))};
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("x: got {}, need F32 or BF16 on a GPU", dtype_name(x.dtype)));
   }
-  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cuda(m.device)));
+  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cuda(device)));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
-  const DeviceScope scope(m.device);
-  MOESAIC_RETURN_IF_ERROR(scope.status());
   MOESAIC_RETURN_IF_ERROR(check_not_capturing(stream.handle));
-  if (count > 0) MOESAIC_RETURN_IF_ERROR(check_device_pointer("x", x.data, 16, m.device));
+  if (count > 0) MOESAIC_RETURN_IF_ERROR(check_device_pointer("x", x.data, 16, device));
+  return count;
+}
+
+}  // namespace
+
+Status CudaLayer::sum_over_replicas(Stream stream, const TensorView& x) const {
+  const Impl& m = *impl_;
+  const DeviceScope scope(m.device);
+  const Result<std::int64_t> checked =
+      scope.status().ok() ? elements_of_sum(stream, x, m.device) : scope.status();
+  const std::int64_t count = checked.ok() ? *checked : 0;
+  const bool bf16 = x.dtype == DType::kBF16;
+  MOESAIC_RETURN_IF_ERROR(layer::agree(*m.mesh->replicas(), "maybe_all_reduce",
+                                       checked.ok() ? Status() : checked.status(),
+                                       2 * count + (bf16 ? 1 : 0)));
   if (MOESAIC_FAULT(cuda_layer_parts_stay_parts)) return {};
   // As much at once as there is room for; an element's sum does not depend on it.
   const std::int64_t most = m.max_tokens * m.plan.hidden_size;
   const std::int64_t element = dtype_bits(x.dtype) / 8;
   for (std::int64_t first = 0; first < count; first += most) {
-    MOESAIC_RETURN_IF_ERROR(m.mesh->give_up(
-        m.replicas->all_reduce_sum(stream.handle, x.data + first * element,
-                                   std::min(most, count - first), x.dtype == DType::kBF16)));
+    MOESAIC_RETURN_IF_ERROR(m.mesh->give_up(m.replicas->all_reduce_sum(
+        stream.handle, x.data + first * element, std::min(most, count - first), bf16)));
   }
   return {};
 }

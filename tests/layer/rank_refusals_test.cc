@@ -1,0 +1,188 @@
+// What one rank of a layer refuses, or has other than the rest: the others are told at once.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "layer/rank_case.h"
+#include "support/metrics.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+
+// Long enough for a slow machine; a rank that waits so long was not told.
+constexpr int kPatienceMs = 3000;
+constexpr const char* kTold = "rank 1: ";
+
+MoeLayerSpec spec_with_shared() {
+  MoeLayerSpec spec = test::small_spec();
+  spec.shared.intermediate_size = 16;
+  return spec;
+}
+
+FusedMoE::Options options_of(int rank, int tp, int dp, RankTransport transport,
+                             const std::shared_ptr<Communicator>& world) {
+  ParallelSizes sizes;
+  sizes.tp_size = tp;
+  sizes.tp_rank = rank % tp;
+  sizes.dp_size = dp;
+  sizes.dp_rank = rank / tp;
+  sizes.enable_expert_parallel = true;
+  FusedMoE::Options options;
+  options.num_threads = 1;
+  options.max_tokens = 8;
+  options.parallel = ParallelConfig::from_sizes(sizes).value();
+  options.ranks.communicator = world;
+  options.ranks.transport = transport;
+  return options;
+}
+
+// Functions that change nothing.
+void add_transform(std::int64_t hidden, FusedMoE::Options* options) {
+  options->transform.hidden_size = hidden;
+  options->transform.input = [](ConstTensorView from, TensorView to) {
+    const std::int64_t row = from.dim(1) * dtype_bits(from.dtype) / 8;
+    for (std::int64_t i = 0; i < from.dim(0); ++i) {
+      std::memcpy(to.data + i * row, from.data + i * from.strides[0] * dtype_bits(from.dtype) / 8,
+                  static_cast<std::size_t>(row));
+    }
+    return Status();
+  };
+  options->transform.output = [](ConstTensorView from, TensorView to) {
+    std::memcpy(to.data, from.data, static_cast<std::size_t>(from.dim(0) * from.dim(1) * 4));
+    return Status();
+  };
+}
+
+// The body on two ranks, whose status must be what `check` wants of each.
+void on_both(const std::function<Status(int, const std::shared_ptr<Communicator>&)>& body,
+             const std::function<void(int, const Status&)>& check) {
+  const std::vector<Status> found = test::on_two_ranks(body, kPatienceMs);
+  for (int rank = 0; rank < 2; ++rank) check(rank, found[static_cast<std::size_t>(rank)]);
+}
+
+TEST(RankRefusals, PartsThatDifferBetweenRanks) {
+  const test::LayerTensors tensors = test::make_tensors(51, spec_with_shared());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  using Change = std::function<FusedMoE::Options(int, const std::shared_ptr<Communicator>&)>;
+  const std::vector<Change> cases = {
+      [](int rank, const auto& world) {  // one has shared experts
+        FusedMoE::Options o = options_of(rank, 2, 1, RankTransport::kNone, world);
+        o.include_shared = rank == 0;
+        return o;
+      },
+      [](int rank, const auto& world) {  // one has transforms
+        FusedMoE::Options o = options_of(rank, 2, 1, RankTransport::kNone, world);
+        if (rank == 1) add_transform(64, &o);
+        return o;
+      },
+      [](int rank, const auto& world) {  // one has the other's rows, the other its own
+        return options_of(rank, rank == 0 ? 2 : 1, rank == 0 ? 1 : 2, RankTransport::kAllToAll,
+                          world);
+      }};
+  for (const Change& options : cases) {
+    on_both([&](int rank, const auto& world) { return make(options(rank, world)).status(); },
+            [](int, const Status& status) {
+              expect_refusal(status, StatusCode::kInvalidArgument, {"layer", "other options"});
+            });
+  }
+}
+
+// A caller's function that refuses or throws, on rank 1.
+TEST(RankRefusals, TransformsThatFail) {
+  const test::LayerTensors tensors = test::make_tensors(51, spec_with_shared());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  const std::int64_t hidden = tensors.spec.hidden_size;
+  const Tensor x = test::random_hidden(52, 6, hidden);
+  const auto refuse = [](ConstTensorView, TensorView) {
+    return Status(StatusCode::kInvalidArgument, "not today");
+  };
+  const auto thrown = [](ConstTensorView, TensorView) -> Status {
+    throw std::runtime_error("not today");
+  };
+  for (const int tp : {2, 1}) {
+    for (const bool throws : {false, true}) {
+      for (const bool input : {false, true}) {
+        on_both(
+            [&](int rank, const auto& world) -> Status {
+              FusedMoE::Options o =
+                  options_of(rank, tp, 3 - tp,
+                             tp == 2 ? RankTransport::kNone : RankTransport::kAllToAll, world);
+              add_transform(hidden, &o);
+              auto& function = input ? o.transform.input : o.transform.output;
+              if (rank == 1 && throws) function = thrown;
+              if (rank == 1 && !throws) function = refuse;
+              MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, make(o));
+              Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+              const Status status = layer.forward(x.view(), y.view());
+              // Whose own rows are complete learns of it in the next call.
+              return status.ok() && rank == 0 ? layer.forward(x.view(), y.view()) : status;
+            },
+            [&](int rank, const Status& status) {
+              const char* name = input ? "transform.input" : "transform.output";
+              if (rank == 1) {
+                expect_refusal(status, StatusCode::kInvalidArgument, {name, "not today"});
+              } else {
+                EXPECT_NE(status.message().find(kTold), std::string::npos) << status.to_string();
+                EXPECT_NE(status.message().find("not today"), std::string::npos)
+                    << status.to_string();
+              }
+            });
+      }
+    }
+  }
+}
+
+TEST(RankRefusals, SumsThatOneRankRefuses) {
+  const test::LayerTensors tensors = test::make_tensors(51, spec_with_shared());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  on_both(
+      [&](int rank, const auto& world) -> Status {
+        FusedMoE::Options o = options_of(rank, 2, 1, RankTransport::kNone, world);
+        o.ranks.reduce_results = false;
+        MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, make(o));
+        Tensor y = Tensor::zeros(rank == 1 ? DType::kI32 : DType::kF32, {6, 64}).value();
+        const Status refused = layer.maybe_all_reduce(y.view());
+        // Nothing is broken by it, nor by other sizes.
+        Tensor z = Tensor::zeros(DType::kF32, {6, 64}).value();
+        MOESAIC_RETURN_IF_ERROR(layer.maybe_all_reduce(z.view()));
+        Tensor more = Tensor::zeros(DType::kF32, {6 + rank, 64}).value();
+        expect_refusal(layer.maybe_all_reduce(more.view()), StatusCode::kInvalidArgument,
+                       {"maybe_all_reduce"});
+        return refused;
+      },
+      [](int rank, const Status& status) {
+        if (rank == 1) {
+          expect_refusal(status, StatusCode::kInvalidDType, {"x"});
+        } else {
+          expect_refusal(status, StatusCode::kInvalidArgument, {"rank 1 refused"});
+        }
+      });
+}
+
+TEST(RankRefusals, PlansThatOneRankRefuses) {
+  const test::LayerTensors tensors = test::make_tensors(51, test::small_spec());
+  on_both(
+      [&](int rank, const auto& world) -> Status {
+        FusedMoE::Options o = options_of(rank, 1, 2, RankTransport::kAllToAll, world);
+        o.ranks.enable_eplb = true;
+        o.ranks.num_redundant_experts = 2;
+        MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer, FusedMoE::create(tensors.weights(), o));
+        const Status refused = layer.begin_rebalance(rank == 1 ? 0 : 1);
+        MOESAIC_RETURN_IF_ERROR(layer.begin_rebalance(1));  // nothing is broken
+        return refused;
+      },
+      [](int rank, const Status& status) {
+        if (rank == 1) {
+          expect_refusal(status, StatusCode::kInvalidArgument, {"num_nodes"});
+        } else {
+          expect_refusal(status, StatusCode::kInvalidArgument, {"rank 1 refused"});
+        }
+      });
+}
+
+}  // namespace
+}  // namespace moesaic
