@@ -155,9 +155,9 @@ def deepseeks(c):
           k2_spec, prefix="language_model.model.layers.%d.mlp", common="language_model.model.")
     c.add("glm4_moe", deepseek("glm4_moe", n_group=1, topk_group=1, routed_scaling_factor=1.5, num_nextn_predict_layers=1), both(),
           dict(v3, routing="topk", groups=[1, 1], scale=1.5))
-    glm = deepseek("glm4_moe", mlp_layer_types=["dense", "dense", "sparse"])
+    glm = deepseek("glm4_moe_lite", mlp_layer_types=["dense", "dense", "sparse"])
     del glm["n_group"], glm["topk_group"]
-    c.add("glm4_moe_layer_types", glm, {2: deepseek_layer(5)}, dict(v3, routing="topk", groups=[1, 1], scale=1.0))
+    c.add("glm4_moe_lite_layer_types", glm, {2: deepseek_layer(5)}, dict(v3, routing="topk", groups=[1, 1], scale=1.8))
 
 
 def fp8(c):

@@ -16,6 +16,7 @@ constexpr Family flint() {
   Family f;
   f.title = "Flint";
   f.model_types = {"flint"};
+  f.default_first_dense = 2;
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kSparseStep;
   f.routing.scoring_func = ScoringFunc::kSigmoid;
@@ -32,6 +33,7 @@ constexpr Family cohere2_moe() {
   Family f;
   f.title = "Cohere2-MoE";
   f.model_types = {"cohere2_moe"};
+  f.has_layer_types = true;
   f.width_fields = {"intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.routing.scoring_field = "expert_selection_fn";
@@ -127,6 +129,7 @@ constexpr Family mistral_large4() {
   Family f;
   f.title = "Mistral Large 4";
   f.model_types = {"mistral_large4_text"};
+  f.has_layer_types = true;
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.default_first_dense = 1;
@@ -146,6 +149,7 @@ constexpr Family mistral_large4() {
 constexpr Family inkling2() {
   Family f = without_shared(biased_sigmoid("Inkling 2", {"inkling2_text"}));
   f.layer_rule = LayerRule::kEvery;
+  f.has_layer_types = false;
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
   f.routing.scale_field = "route_scale";
@@ -163,7 +167,7 @@ constexpr Family inkling2() {
   released.down = "experts.w2_weight";
   released.weight_suffixes = {""};
   f.layouts = {released, fused_nt("mlp")};
-  f.assumed = {{"hidden_act", "\"silu\""}};
+  f.assumed.add({{"hidden_act", "\"silu\""}});
   return f;
 }
 
