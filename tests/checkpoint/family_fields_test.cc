@@ -52,7 +52,7 @@ TEST(FamilyLayers, TypesAreReadWhereTheFamilyHasThem) {
   for (const char* type :
        {"axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32", "dots3_note_text",
         "exaone_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "hy_v3", "hy_v4",
-        "kimi_linear", "mellum", "mimo_v2_flash", "mistral_large4_text"}) {
+        "hy_v4_vl_text", "kimi_linear", "mellum", "mimo_v2_flash", "mistral_large4_text"}) {
     Json json = sized(type, types);
     if (std::string_view(type) == "bailing_hybrid" || std::string_view(type) == "axk1" ||
         std::string_view(type) == "deepseek_v32" || std::string_view(type) == "beam") {
@@ -60,9 +60,10 @@ TEST(FamilyLayers, TypesAreReadWhereTheFamilyHasThem) {
     }
     EXPECT_EQ(layers_of(json), (std::vector<int>{1, 3})) << type;
   }
-  for (const char* type : {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flint",
-                           "glm4_moe", "gpt_oss", "jamba", "kimi_k2", "lfm2_moe", "mistral4",
-                           "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open"}) {
+  for (const char* type :
+       {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flint", "glm4_moe",
+        "gpt_oss", "jamba", "kimi_k2", "lara_mini", "lfm2_moe", "mistral4", "mixtral", "olmoe",
+        "qwen2_moe", "qwen3_moe", "sarvam_moe", "solar_open"}) {
     const Json json = with(sized(type, types), {{"n_group", 1},
                                                 {"topk_group", 1},
                                                 {"n_shared_experts", 0},
@@ -130,7 +131,7 @@ TEST(FamilyShared, UnsaidCountsAreAmbiguous) {
 }
 
 TEST(FamilyShared, OtherNamesAndWidths) {
-  for (const char* type : {"kimi_linear", "bailing_hybrid"}) {
+  for (const char* type : {"kimi_linear", "bailing_hybrid", "sarvam_mla", "sarvam_moe"}) {
     const Json json = sized(type, {{"n_group", 1}, {"topk_group", 1}, {"num_hidden_layers", 4}});
     for (const char* field : {"n_shared_experts", "num_shared_experts"}) {
       EXPECT_EQ(first_layer(with(json, {{field, 3}})).shared.intermediate_size, 24) << type;
@@ -223,6 +224,7 @@ TEST(FamilyRouting, StatedConstants) {
       {"bailing_hybrid",
        {{"moe_router_enable_shared_expert", true}},
        {{"moe_router_enable_shared_expert", false}}},
+      {"sarvam_moe", {{"score_function", "sigmoid"}}, {{"score_function", "softmax"}}},
       {"minimax_m3_vl_text", {{"swiglu_beta", 1.0}}, {{"swiglu_beta", 0.5}}},
       {"deepseek_v4", {{"scoring_func", "sigmoid"}}, {{"scoring_func", "softmax"}}},
   };
@@ -253,6 +255,29 @@ TEST(FamilyActivation, LimitsAreNotNull) {
   EXPECT_EQ(refused(with(v4(), {{"swiglu_limit", nullptr}}), StatusCode::kAmbiguousFormat,
                     {"swiglu_limit", "default of 10"}),
             "");
+}
+
+TEST(FamilyTypes, OfTransformers524) {
+  const MoeLayerSpec sarvam = first_layer(sized("sarvam_moe", {{"score_function", "sigmoid"}}));
+  EXPECT_EQ(sarvam.layer, 1);
+  EXPECT_EQ(sarvam.routing.method, RoutingMethod::kTopK);
+  EXPECT_EQ(sarvam.routing.scoring_func, ScoringFunc::kSigmoid);
+  EXPECT_EQ(sarvam.routing.routed_scaling_factor, 2.5);
+  EXPECT_TRUE(sarvam.routing.renormalize && sarvam.routing.has_correction_bias);
+  EXPECT_EQ(sarvam.shared.intermediate_size, 8);
+  EXPECT_EQ(checkpoint::find_family("sarvam_mla"), checkpoint::find_family("sarvam_moe"));
+  EXPECT_EQ(checkpoint::find_family("hy_v4_vl_text"), checkpoint::find_family("hy_v4"));
+  EXPECT_EQ(checkpoint::find_family("inkling2_loop_text"),
+            checkpoint::find_family("inkling2_text"));
+
+  const Json lara = sized("lara_mini", {{"shared_expert_intermediate_size", 24}});
+  EXPECT_EQ(layers_of(lara), (std::vector<int>{0, 1, 2, 3}));
+  const MoeLayerSpec spec = first_layer(lara);
+  EXPECT_EQ(spec.routing.scoring_func, ScoringFunc::kSoftmax);
+  EXPECT_TRUE(spec.routing.renormalize);
+  EXPECT_FALSE(first_layer(with(lara, {{"norm_topk_prob", false}})).routing.renormalize);
+  EXPECT_EQ(spec.shared.intermediate_size, 24);
+  EXPECT_FALSE(spec.shared.gated_output);
 }
 
 }  // namespace

@@ -335,8 +335,13 @@ def transformers_families(c):
     c.add("minimax_m3_modules", nested("minimax_m3_vl", m3_text), {1: fused}, m3, prefix="model.language_model.layers.%d.mlp",
           common="model.language_model.")
     c.add("solar_open", config("solar_open"), both(), v3)
+    for kind in ("moe", "mla"):
+        c.add("sarvam_" + kind, config("sarvam_" + kind, num_shared_experts=2, score_function="sigmoid", moe_router_enable_expert_bias=True),
+              one(bias="gate.expert_bias", s=16), dict(v3, scale=2.5, shared=16))
     c.add("flint", config("flint", shared_expert_intermediate_size=12, mlp_only_layers=[0]), one(bias=None, shared="shared_expert", s=12),
           dict(v3, bias=False, shared=12))
+    c.add("lara_mini", config("lara_mini", shared_expert_intermediate_size=12), both(bias=None, shared="shared_expert", s=12, storage="fused_nt"),
+          dict(soft, shared=12))
     cohere = lambda **more: dict(config("cohere2_moe", **more), intermediate_size=8)
     c.add("cohere2_moe", cohere(num_shared_experts=2, shared_expert_combination_strategy="sum", norm_topk_prob=False), both(bias=None, s=16),
           dict(soft, shared=16))

@@ -249,7 +249,7 @@ constexpr Family mimo_v2_flash() {
 }
 
 constexpr Family hy_v4() {
-  Family f = biased_sigmoid("Hy4", {"hy_v4"});
+  Family f = biased_sigmoid("Hy4", {"hy_v4", "hy_v4_vl_text"});
   f.reads_hidden_act = false;
   f.activation.limit = 10.0F;
   f.limit_field = "swiglu_limit";
@@ -261,6 +261,18 @@ constexpr Family hy_v4() {
   f.layouts = {fused_nt("mlp"), projections("mlp")};
   f.assumed.add(
       {{"hidden_act", "\"silu\""}, {"moe_layer_freq", "1"}, {"first_k_dense_replace", "1"}});
+  return f;
+}
+
+// The blocks of DeepSeek-V3 (105B) and GLM-4.5 (30B), which are the same one.
+constexpr Family sarvam() {
+  Family f = biased_sigmoid("Sarvam", {"sarvam_moe", "sarvam_mla"});
+  f.has_layer_types = false;
+  f.routing.default_scale = 2.5;
+  f.shared_count_alias = "num_shared_experts";
+  f.shared_repeated_width = "moe_shared_expert_intermediate_size";
+  f.correction_bias = {"gate.expert_bias", "gate.e_score_correction_bias"};
+  f.assumed.add({{"score_function", "\"sigmoid\""}, {"moe_router_enable_expert_bias", "true"}});
   return f;
 }
 

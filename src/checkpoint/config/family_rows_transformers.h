@@ -1,4 +1,4 @@
-// Rows of the table of families: the further models of transformers 5.23 with experts, each
+// Rows of the table of families: the further models of transformers 5.24 with experts, each
 // complete in itself. What a row says is what that code computes;
 // tests/checkpoint/family_checkpoints.py has a checkpoint of each. Source: its modelling code and
 // configurations.
@@ -147,7 +147,7 @@ constexpr Family mistral_large4() {
 
 // Softcapped SwiGLU: the sigmoid sees the gate as it is, the factors gate and up are capped.
 constexpr Family inkling2() {
-  Family f = without_shared(biased_sigmoid("Inkling 2", {"inkling2_text"}));
+  Family f = without_shared(biased_sigmoid("Inkling 2", {"inkling2_text", "inkling2_loop_text"}));
   f.layer_rule = LayerRule::kEvery;
   f.has_layer_types = false;
   f.routing.renorm = RenormRule::kAlways;
@@ -168,6 +168,17 @@ constexpr Family inkling2() {
   released.weight_suffixes = {""};
   f.layouts = {released, fused_nt("mlp")};
   f.assumed.add({{"hidden_act", "\"silu\""}});
+  return f;
+}
+
+// Qwen3-MoE's experts in every layer and a shared one that is added as it is.
+constexpr Family lara_mini() {
+  Family f = qwen3_omni_moe();
+  f.title = "Lara-Mini";
+  f.model_types = {"lara_mini"};
+  f.layer_rule = LayerRule::kEvery;
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_layout = kSharedExpert;
   return f;
 }
 
