@@ -73,7 +73,9 @@ TEST(ConfigFieldsOf, ScoringTopkMethodAndScale) {
   EXPECT_FALSE(routing({{"norm_topk_prob", false}}).renormalize);
   EXPECT_EQ(routing({{"routed_scaling_factor", 1}}).routed_scaling_factor, 1.0);
   EXPECT_EQ(routing({{"n_group", 1}, {"topk_group", 1}}).method, RoutingMethod::kTopK);
-  const Json v2 = with(base, {{"model_type", "deepseek_v2"}, {"routed_scaling_factor", 16.0}});
+  const Json v2 = with(
+      base,
+      {{"model_type", "deepseek_v2"}, {"routed_scaling_factor", 16.0}, {"n_shared_experts", 2}});
   const RoutingSpec greedy = first_layer(with(v2, {{"topk_method", "greedy"}})).routing;
   EXPECT_EQ(greedy.method, RoutingMethod::kTopK);
   EXPECT_EQ(greedy.num_expert_group, 1) << "greedy ignores groups";
@@ -212,7 +214,8 @@ TEST(LayerRules, EveryFamilyHasItsOwn) {
   EXPECT_EQ(layers_of(with(llama, {{"interleave_moe_layer_step", 2}})), (std::vector<int>{1, 3}));
   EXPECT_EQ(layers_of(with(llama, {{"moe_layers", {2}}, {"interleave_moe_layer_step", 2}})),
             (std::vector<int>{2}));
-  const Json ernie = small("ernie4_5_moe", {{"moe_intermediate_size", 8}});
+  const Json ernie =
+      small("ernie4_5_moe", {{"moe_intermediate_size", 8}, {"moe_num_shared_experts", 2}});
   EXPECT_EQ(layers_of(with(ernie, {{"moe_layer_start_index", 1},
                                    {"moe_layer_end_index", -1},
                                    {"moe_layer_interval", 1}})),

@@ -162,7 +162,6 @@ TEST(Rows2026, OtherConstantsAreRefusedByName) {
       {"mistral4", {{"scoring_func", "sigmoid"}}, "sigmoid", "softmax"},
       {"kimi_linear", {{"moe_router_activation_func", "softmax"}}, "softmax", "sigmoid"},
       {"kimi_linear", {{"use_grouped_topk", false}}, "false", "true"},
-      {"kimi_linear", {{"norm_topk_prob", false}}, "false", "true"},
       {"mimo_v2_flash", {{"n_shared_experts", 1}}, "1", "0"},
       {"mimo_v2_flash", {{"scoring_func", "softmax"}}, "softmax", "sigmoid"},
       {"step3p5", {{"moe_router_activation", "softmax"}}, "softmax", "sigmoid"},

@@ -14,17 +14,11 @@ namespace {
 using Json = nlohmann::json;
 
 Json family_config(std::string_view model_type, const Json& more = Json::object()) {
-  Json json = {{"model_type", model_type},
-               {"hidden_size", 16},
-               {"moe_intermediate_size", 8},
-               {"intermediate_size", 8},
-               {"num_experts", 8},
-               {"num_experts_per_tok", 2},
-               {"num_hidden_layers", 2},
-               {"dtype", "bfloat16"},
-               {"shared_intermediate_size", 8},
-               {"mlp_layer_types", {"sparse", "sparse"}}};
-  if (model_type != "minimax_m3_vl_text") json.erase("shared_intermediate_size");
+  Json json = {{"model_type", model_type}, {"hidden_size", 16},   {"moe_intermediate_size", 8},
+               {"intermediate_size", 8},   {"num_experts", 8},    {"num_experts_per_tok", 2},
+               {"num_hidden_layers", 2},   {"dtype", "bfloat16"}, {"first_k_dense_replace", 0},
+               {"num_dense_layers", 0}};
+  if (model_type == "minimax_m3_vl_text") json["shared_intermediate_size"] = 8;
   json.update(more);
   return json;
 }

@@ -17,6 +17,7 @@ QWEN = {"model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 8
         "num_experts_per_tok": 2, "dtype": "bfloat16"}
 V3 = {"model_type": "deepseek_v3", "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "n_routed_experts": 4,
       "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+V32 = dict(V3, model_type="deepseek_v32")
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -85,8 +86,9 @@ def config_cases(c):
     bad("mlp_only_out_of_range", QWEN, {"mlp_only_layers": [1]}, ARGUMENT, ["mlp_only_layers[0]", "got 1", "0 to 0"])
     bad("first_dense_negative", V3, {"first_k_dense_replace": -1}, ARGUMENT, "first_k_dense_replace")
     bad("layer_freq_zero", V3, {"moe_layer_freq": 0}, ARGUMENT, "moe_layer_freq")
-    bad("layer_types_short", V3, {"mlp_layer_types": ["sparse"]}, ARGUMENT, ["mlp_layer_types", "1 entries", "2"])
-    bad("layer_types_word", V3, {"mlp_layer_types": ["dense", "moe"]}, ARGUMENT, ["mlp_layer_types", '"moe"'])
+    bad("layer_types_short", V32, {"mlp_layer_types": ["sparse"]}, ARGUMENT, ["mlp_layer_types", "1 entries", "2"])
+    bad("layer_types_word", V32, {"mlp_layer_types": ["dense", "moe"]}, ARGUMENT, ["mlp_layer_types", '"moe"'])
+    bad("layer_types_unknown", V3, {"mlp_layer_types": ["dense", "sparse"]}, UNSUPPORTED, ["mlp_layer_types", "DeepSeek-V3"])
 
     # Routing.
     bad("norm_topk_string", QWEN, {"norm_topk_prob": "true"}, CORRUPT, ["norm_topk_prob", "true or false"])

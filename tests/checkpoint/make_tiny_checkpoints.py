@@ -155,9 +155,9 @@ def deepseeks(c):
           k2_spec, prefix="language_model.model.layers.%d.mlp", common="language_model.model.")
     c.add("glm4_moe", deepseek("glm4_moe", n_group=1, topk_group=1, routed_scaling_factor=1.5, num_nextn_predict_layers=1), both(),
           dict(v3, routing="topk", groups=[1, 1], scale=1.5))
-    glm = deepseek("glm4_moe", mlp_layer_types=["dense", "dense", "sparse"])
+    glm = deepseek("glm4_moe_lite", mlp_layer_types=["dense", "dense", "sparse"])
     del glm["n_group"], glm["topk_group"]
-    c.add("glm4_moe_layer_types", glm, {2: deepseek_layer(5)}, dict(v3, routing="topk", groups=[1, 1], scale=1.0))
+    c.add("glm4_moe_lite_layer_types", glm, {2: deepseek_layer(5)}, dict(v3, routing="topk", groups=[1, 1], scale=1.8))
 
 
 def fp8(c):
@@ -335,8 +335,13 @@ def transformers_families(c):
     c.add("minimax_m3_modules", nested("minimax_m3_vl", m3_text), {1: fused}, m3, prefix="model.language_model.layers.%d.mlp",
           common="model.language_model.")
     c.add("solar_open", config("solar_open"), both(), v3)
+    for kind in ("moe", "mla"):
+        c.add("sarvam_" + kind, config("sarvam_" + kind, num_shared_experts=2, score_function="sigmoid", moe_router_enable_expert_bias=True),
+              one(bias="gate.expert_bias", s=16), dict(v3, scale=2.5, shared=16))
     c.add("flint", config("flint", shared_expert_intermediate_size=12, mlp_only_layers=[0]), one(bias=None, shared="shared_expert", s=12),
           dict(v3, bias=False, shared=12))
+    c.add("lara_mini", config("lara_mini", shared_expert_intermediate_size=12), both(bias=None, shared="shared_expert", s=12, storage="fused_nt"),
+          dict(soft, shared=12))
     cohere = lambda **more: dict(config("cohere2_moe", **more), intermediate_size=8)
     c.add("cohere2_moe", cohere(num_shared_experts=2, shared_expert_combination_strategy="sum", norm_topk_prob=False), both(bias=None, s=16),
           dict(soft, shared=16))

@@ -44,6 +44,8 @@ Json plain_config(const std::string& model_type, const Json& more = Json::object
   if (model_type.starts_with("qwen2") || model_type.starts_with("qwen3_5")) {
     json["shared_expert_intermediate_size"] = 8;
   }
+  if (model_type == "deepseek_v2") json["n_shared_experts"] = 2;
+  if (model_type == "ernie4_5_moe") json["moe_num_shared_experts"] = 2;
   json["num_local_experts"] = 16;
   return stating(json, more);
 }
@@ -124,6 +126,9 @@ TEST(AssumedFields, OtherValuesAreRefusedByName) {
       {"step3", {{"use_moe_router_bias", true}}, kNo, {"use_moe_router_bias"}},
       {"longcat_flash", {{"router_bias", true}}, kNo, {"router_bias", "need false"}},
       {"nemotron_h", {{"moe_latent_size", 8}}, kNo, {"moe_latent_size", "got 8", "need null"}},
+      {"nemotron_h", {{"n_shared_experts", 2}}, kTwo, {"n_shared_experts", "got 2", "SGLang"}},
+      {"nemotron_h", {{"n_shared_experts", 0}}, kTwo, {"n_shared_experts", "got 0", "need 1"}},
+      {"gpt_oss", {{"swiglu_limit", nullptr}}, kTwo, {"swiglu_limit", "null", "default of 7"}},
   };
   for (const Refusal& refusal : refusals) {
     SCOPED_TRACE(std::string(refusal.model_type) + refusal.fields.dump());
@@ -140,9 +145,9 @@ TEST(AssumedFields, OtherValuesAreRefusedByName) {
 }
 
 TEST(UnknownFields, ThatSpeakOfExpertsAreRefused) {
-  for (const char* name :
-       {"moe_temperature", "router_scale", "expert_dropout", "swiglu_limit", "swiglu_alpha",
-        "topk_norm_eps", "routing_method", "MoE_renormalize", "scoring_function"}) {
+  for (const char* name : {"moe_temperature", "router_scale", "expert_dropout", "swiglu_limit",
+                           "swiglu_alpha", "topk_norm_eps", "routing_method", "MoE_renormalize",
+                           "scoring_function", "score_function", "score_func"}) {
     EXPECT_EQ(mismatch(status_of(plain_config("qwen3_moe", {{name, 0.5}})),
                        StatusCode::kUnsupported, {name, "got 0.5", "Qwen3-MoE", "null"}),
               "");

@@ -81,6 +81,11 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
     }
   }
   if (!family.limit_field.empty()) {
+    if (std::isfinite(activation.limit) && fields.is_null(family.limit_field)) {
+      return Status(StatusCode::kAmbiguousFormat,
+                    fmt::format("{}: {}: got null, need a number: no limit, or the default of {}?",
+                                fields.where(), family.limit_field, activation.limit));
+    }
     MOESAIC_ASSIGN_OR_RETURN(const auto limit, read_constant(fields, family.limit_field));
     if (limit && !(*limit > 0)) {
       return Status(fields.bad_value(family.limit_field, fmt::to_string(*limit), "> 0"));

@@ -8,6 +8,7 @@
 
 #include "checkpoint/config/activation_config.h"
 #include "checkpoint/config/config_fields.h"
+#include "checkpoint/config/language_model.h"
 #include "checkpoint/config/layer_rules.h"
 #include "checkpoint/config/python_constants.h"
 #include "checkpoint/config/refused_families.h"
@@ -24,48 +25,27 @@ namespace {
 
 constexpr IntegerRange kWidthRange{1, kMaxWidth};
 
-// --- which object, which family ----------------------------------------------------------------
+// --- which family ---------------------------------------------------------------------------------
 
-struct LanguageModel {
-  const nlohmann::json* object;
-  const nlohmann::json* nested;  // text_config, when that is the object
-  std::string where;
-};
-
-// Multimodal wrappers nest the language model under text_config; models that also speak nest both
-// of it under thinker_config.
-Result<LanguageModel> find_language_model(const nlohmann::json& top) {
-  LanguageModel found{&top, nullptr, "config.json"};
-  for (const std::string_view name : {"thinker_config", "text_config"}) {
-    const ConfigFields fields(*found.object, found.where);
-    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(name));
-    if (nested != nullptr) found = {nested, nested, fmt::format("{}: {}", found.where, name)};
-  }
-  return found;
-}
-
-Result<const Family*> require_family(const ConfigFields& fields, std::string* model_type) {
-  MOESAIC_ASSIGN_OR_RETURN(auto type, fields.string("model_type"));
-  if (!type) {
+Result<const Family*> require_family(const LanguageModel& model) {
+  const std::string& type = model.model_type;
+  if (type.empty()) {
     return Status(StatusCode::kCorruptFile,
-                  fields.where() + ": model_type: missing, need the name of a model family");
+                  model.where + ": model_type: missing, need the name of a model family");
   }
-  const Family* family = find_family(*type);
-  if (const RefusedFamily* refused = find_refused_family(*type); refused != nullptr) {
+  if (const RefusedFamily* refused = find_refused_family(type); refused != nullptr) {
     return Status(StatusCode::kUnsupported,
-                  fmt::format("{}: model_type: got {}, which is not supported: {}", fields.where(),
-                              quote_name(*type), refused->reason));
+                  fmt::format("{}: model_type: got {}, which is not supported: {}", model.where,
+                              quote_name(type), refused->reason));
   }
-  if (family == nullptr) {
-    const std::vector<std::string_view> known = known_model_types();
-    std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
-                                   fields.where(), quote_name(*type), fmt::join(known, ", "));
-    const std::string nearest = similar_name(*type, known);
-    if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
-    return Status(StatusCode::kUnsupported, std::move(text));
-  }
-  *model_type = std::move(*type);
-  return family;
+  const Family* family = find_family(type);
+  if (family != nullptr) return family;
+  const std::vector<std::string_view> known = known_model_types();
+  std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
+                                 model.where, quote_name(type), fmt::join(known, ", "));
+  const std::string nearest = similar_name(type, known);
+  if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
+  return Status(StatusCode::kUnsupported, std::move(text));
 }
 
 // --- parts of a layer ---------------------------------------------------------------------------
@@ -96,19 +76,44 @@ Result<std::optional<DType>> stated_dtype(const ConfigFields& fields) {
   return result;
 }
 
+// How many shared experts: null says "none", a missing field "the family's default".
+Result<std::int64_t> read_shared_count(const ConfigFields& fields, const Family& family) {
+  if (family.shared_count_field.empty()) return 1;
+  const std::array both = {family.shared_count_field, family.shared_count_alias};
+  const auto names = std::span(both).first(family.shared_count_alias.empty() ? 1 : 2);
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.integer(names, {0, 1024}));
+  if (stated) return *stated;
+  if (std::any_of(names.begin(), names.end(),
+                  [&](std::string_view name) { return fields.is_null(name); })) {
+    return 0;
+  }
+  if (family.shared_unsaid.empty()) return family.default_shared_count;
+  return Status(StatusCode::kAmbiguousFormat,
+                fmt::format("{}: {}: missing, need a number in {} models (0: none), since "
+                            "implementations disagree: {}",
+                            fields.where(), names[0], family.title, family.shared_unsaid));
+}
+
+// A second name of the routed width that some read as the shared experts' width.
+Status check_repeated_width(const ConfigFields& fields, const Family& family, std::int64_t count,
+                            std::int64_t expert_width) {
+  const std::string_view field = family.shared_repeated_width;
+  if (field.empty()) return {};
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.integer(field, {0, kMaxWidth}));
+  if (!stated || (count == 1 && *stated == expert_width)) return {};
+  return {StatusCode::kAmbiguousFormat,
+          fmt::format("{}: {}: got {} with {} shared experts, need {} with 1, since "
+                      "implementations disagree: transformers ignores it, others take it as the "
+                      "width of all of them or of each",
+                      fields.where(), field, *stated, count, expert_width)};
+}
+
 Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& family,
                                      std::int64_t expert_width) {
   SharedExpertSpec shared;
   if (family.shared == SharedRule::kNone) return shared;
-  std::int64_t count = 1;
-  if (!family.shared_count_field.empty()) {
-    // null says "none"; a missing field says "the family's default".
-    const std::int64_t unsaid =
-        fields.is_null(family.shared_count_field) ? 0 : family.default_shared_count;
-    MOESAIC_ASSIGN_OR_RETURN(const auto stated,
-                             fields.integer(family.shared_count_field, {0, 1024}));
-    count = stated.value_or(unsaid);
-  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, read_shared_count(fields, family));
+  MOESAIC_RETURN_IF_ERROR(check_repeated_width(fields, family, count, expert_width));
   if (!family.shared_sum_field.empty()) {
     MOESAIC_ASSIGN_OR_RETURN(const auto way, fields.string(family.shared_sum_field));
     if (count > 0 && way.value_or("") != "sum" && !MOESAIC_FAULT(checkpoint_accept_other_sums)) {
@@ -118,13 +123,17 @@ Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& f
     }
   }
   std::int64_t width = expert_width;
-  if (family.shared == SharedRule::kOwnWidth && count > 0) {
+  if (family.shared == SharedRule::kOwnWidth) {
     // A width of 0 says "none" as well, where nothing else belongs to the shared expert.
     const IntegerRange range{family.shared_gate.empty() ? 0 : 1, kMaxWidth};
-    const std::array names = {family.shared_width_field, family.shared_width_alias};
-    const std::size_t count_names = family.shared_width_alias.empty() ? 1 : 2;
-    MOESAIC_ASSIGN_OR_RETURN(width,
-                             fields.required_integer(std::span(names).first(count_names), range));
+    const std::array both = {family.shared_width_field, family.shared_width_alias};
+    const auto names = std::span(both).first(family.shared_width_alias.empty() ? 1 : 2);
+    width = family.default_shared_width;
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.integer(names, range));
+    if (stated) width = *stated;
+    if (!stated && width == 0 && count > 0) {
+      MOESAIC_ASSIGN_OR_RETURN(width, fields.required_integer(names, range));
+    }
   }
   shared.intermediate_size = count * width;
   shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;
@@ -152,6 +161,10 @@ Status read_input_norm(const ConfigFields& fields, const Family& family, MoeLaye
 // The first of the family's names for I that the file has: Hunyuan's second name is also that of
 // the dense layers. Families with one name refuse contradictions as for every alias.
 Result<std::int64_t> read_width(const ConfigFields& fields, const Family& family) {
+  if (!family.width_alias.empty()) {
+    const std::array both = {family.width_fields.names[0], family.width_alias};
+    return fields.required_integer(both, kWidthRange);
+  }
   for (const std::string_view& name : family.width_fields.list()) {
     MOESAIC_ASSIGN_OR_RETURN(const auto width, fields.integer(name, kWidthRange));
     if (width) return *width;
@@ -206,7 +219,8 @@ Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
   if (family.layer_rule == LayerRule::kPattern || !family.moe_object.empty()) return true;
   MOESAIC_ASSIGN_OR_RETURN(const auto count,
                            fields.integer(expert_count_fields(), {0, kMaxExperts}));
-  if (count) return *count > 0;
+  // Jamba builds its layers from their numbers of experts, of which 1 means an MLP.
+  if (count) return *count > (family.layer_rule == LayerRule::kPeriod ? 1 : 0);
   if (family.layer_rule == LayerRule::kEvery) return true;
   const std::span<const std::string_view> names = expert_count_fields();
   // null is the way to say "dense"; a field that is not there at all is an incomplete file.
@@ -219,7 +233,7 @@ std::string said_dense(const ConfigFields& fields) {
   for (const std::string_view name : expert_count_fields()) {
     if (fields.is_null(name)) return fmt::format("{}: got null", name);
     const auto count = fields.integer(name, {0, kMaxExperts});
-    if (count.ok() && *count == std::int64_t{0}) return fmt::format("{}: got 0", name);
+    if (count.ok() && *count) return fmt::format("{}: got {}", name, **count);
   }
   return {};
 }
@@ -237,7 +251,8 @@ Result<ModelConfig> parse_checked(std::string_view text) {
   const ConfigFields fields(*model.object, model.where, -1, &read);
 
   ModelConfig config;
-  MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(fields, &config.model_type));
+  MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(model));
+  config.model_type = model.model_type;
   MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(top, model.nested));
   MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(fields));
   if (!config.stated_dtype && model.nested != nullptr) {

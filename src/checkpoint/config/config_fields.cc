@@ -37,6 +37,11 @@ bool ConfigFields::is_null(std::string_view name) const {
   return it != object_->end() && it->is_null();
 }
 
+bool ConfigFields::is_list(std::string_view name) const {
+  const nlohmann::json* value = find(name);
+  return value != nullptr && value->is_array();
+}
+
 std::string ConfigFields::difference_of(const nlohmann::json& values) const {
   for (const auto& [name, value] : values.items()) {
     const nlohmann::json* own = find(name);

@@ -61,6 +61,7 @@ class ConfigFields {
 
   // Present with the value null: some fields say "none" that way.
   bool is_null(std::string_view name) const;
+  bool is_list(std::string_view name) const;
 
   // The first member of `values` that this object does not have as well: "bits: got 8, need 4";
   // empty when there is none.

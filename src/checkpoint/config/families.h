@@ -33,12 +33,13 @@ struct NameList {
 // Which layers i of L are MoE layers.
 enum class LayerRule : std::uint8_t {
   kEvery,
-  kSparseStep,  // i not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0
-  kFirstDense,  // i >= first_k_dense_replace and i % moe_layer_freq == 0
+  kSparseStep,  // i not in mlp_only_layers (default: the family's first ones) and
+                // (i + 1) % decoder_sparse_step == 0
+  kFirstDense,  // i >= first_k_dense_replace and i % moe_layer_freq == 0, or moe_layer_freq[i] is 1
   kPeriod,      // i % expert_layer_period == expert_layer_offset
   kInterleave,  // i in moe_layers, or (i + 1) % interleave_moe_layer_step == 0
   kInterval,    // (i + 1) % moe_layer_interval == 0, between moe_layer_start_index and _end_index
-  kEnumerated,  // i in moe_layers_enum ("4,5,6"), or i >= the family's default_first_dense
+  kEnumerated,  // i in moe_layers_enum ("4,5,6" or a list), or i >= default_first_dense
   kListed,      // moe_layer_freq[i] is 1, or i >= the family's default_first_dense
   kPattern,     // hybrid_override_pattern[i] is 'E', or layers_block_type[i] is "moe"
 };
@@ -131,8 +132,10 @@ struct RoutingRule {
   RoutingMethod method = RoutingMethod::kTopK;  // kTopK becomes kGroupedTopK with n_group > 1
   ScoringFunc scoring_func = ScoringFunc::kSoftmax;
   std::string_view scoring_field;  // empty: the function is fixed
+  bool may_be_softmax = true;      // the field may say so
   RenormRule renorm = RenormRule::kNever;
   std::string_view renorm_field = "norm_topk_prob";
+  std::string_view renorm_alias;  // another name of the same; empty: none
   bool default_renorm = false;
   double renorm_floor = 0.0;  // the default of moe_norm_min
   double renorm_epsilon = 0.0;
@@ -170,17 +173,27 @@ struct InputNorm {
 struct Family {
   std::string_view title;  // for people: "DeepSeek-V3"
   NameList<4> model_types;
-  NameList<3> width_fields;  // names of I
+  NameList<3> width_fields;      // names of I, the first that is there
+  std::string_view width_alias;  // another name of the first; empty: none
   LayerRule layer_rule = LayerRule::kEvery;
-  std::int64_t default_first_dense = 0;  // kFirstDense, kEnumerated, kListed
+  std::int64_t default_first_dense = 0;  // kSparseStep, kFirstDense, kEnumerated, kListed
   NameList<2> first_dense_fields = {"first_k_dense_replace"};
+  bool has_layer_types = false;      // mlp_layer_types: "sparse" or "dense" for each layer
+  bool has_frequency_list = false;   // moe_layer_freq may be a list of 0 and 1 (kFirstDense)
   std::string_view moe_flags_field;  // a list of booleans, one per layer; empty: no such field
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
   std::string_view shared_width_field = "shared_expert_intermediate_size";
-  std::string_view shared_width_alias;  // another name of the same; empty: none
+  std::string_view shared_width_alias;    // another name of the same; empty: none
+  std::int64_t default_shared_width = 0;  // 0: the field must be there
+  // kCount: where the field is there it must repeat the routed width, of one shared expert;
+  // implementations disagree about any other value.
+  std::string_view shared_repeated_width;
   std::string_view shared_count_field;
+  std::string_view shared_count_alias;  // another name of the same; empty: none
   std::int64_t default_shared_count = 0;
+  // Not empty: implementations disagree about a file without the count, and this is how.
+  std::string_view shared_unsaid;
   // "sum"; another value, or none, is another way to add shared experts and refused; empty: no such
   // field.
   std::string_view shared_sum_field;

@@ -19,6 +19,7 @@ constexpr Family deepseek_v4() {
   f.limit_field = "swiglu_limit";
   f.routing.scoring_func = ScoringFunc::kSqrtSoftplus;
   f.routing.scoring_field = "scoring_func";
+  f.routing.may_be_softmax = false;
   f.routing.renorm = RenormRule::kAlways;
   f.routing.bias = BiasRule::kAlways;
   f.routing.scale = ScaleRule::kAlways;
@@ -65,6 +66,7 @@ constexpr Family step3p5() {
   Family f;
   f.title = "Step-3.5";
   f.model_types = {"step3p5"};
+  f.has_layer_types = true;
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kEnumerated;
   f.default_first_dense = 3;

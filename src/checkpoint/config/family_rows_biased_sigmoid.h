@@ -26,8 +26,10 @@ constexpr Family biased_sigmoid(std::string_view title, NameList<4> model_types)
   f.shared_count_field = "n_shared_experts";
   f.default_shared_count = 1;
   f.correction_bias = {"gate.e_score_correction_bias"};
+  f.has_layer_types = true;
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
+  f.assumed = {{"topk_method", "\"noaux_tc\""}};  // another name of all this
   return f;
 }
 
@@ -41,6 +43,7 @@ constexpr Family without_shared(Family f) {
 
 constexpr Family afmoe() {
   Family f = biased_sigmoid("AFMoE", {"afmoe"});
+  f.has_layer_types = false;
   f.first_dense_fields = {"num_dense_layers"};
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
@@ -49,10 +52,10 @@ constexpr Family afmoe() {
   f.default_shared_count = 2;
   f.gate_weight = "router.gate.weight";
   f.correction_bias = {"expert_bias"};
-  f.assumed = {{"score_func", "\"sigmoid\""},
-               {"route_norm", "true"},
-               {"num_expert_groups", "1"},
-               {"num_limited_groups", "1"}};
+  f.assumed.add({{"score_func", "\"sigmoid\""},
+                 {"route_norm", "true"},
+                 {"num_expert_groups", "1"},
+                 {"num_limited_groups", "1"}});
   return f;
 }
 
@@ -78,12 +81,19 @@ constexpr Family bailing_hybrid() {
   Family f = biased_sigmoid("Bailing-Hybrid", {"bailing_hybrid"});
   f.default_first_dense = 2;
   f.routing.renorm_field = "moe_renormalize";
+  f.routing.renorm_alias = "norm_topk_prob";
   f.routing.group_fields = {"num_expert_group", "n_group"};
   f.routing.default_n_group = 8;
   f.routing.default_topk_group = 4;
   f.routing.default_scale = 2.5;
   f.shared_count_field = "num_shared_experts";
+  f.shared_count_alias = "n_shared_experts";
+  f.shared_repeated_width = "moe_shared_expert_intermediate_size";
   f.correction_bias = {"gate.expert_bias", "gate.e_score_correction_bias"};
+  f.assumed.add({{"score_function", "\"sigmoid\""},
+                 {"moe_router_enable_expert_bias", "true"},
+                 {"moe_router_enable_routed_scaling", "true"},
+                 {"moe_router_enable_shared_expert", "true"}});
   return f;
 }
 
@@ -99,8 +109,11 @@ constexpr Family beam() {
 
 constexpr Family dots3() {
   Family f = biased_sigmoid("dots3", {"dots3_note_text"});
+  f.has_frequency_list = true;
   f.shared = SharedRule::kOwnWidth;
   f.shared_width_field = "shared_experts_intermediate_size";
+  f.shared_width_alias = "moe_shared_expert_intermediate_size";
+  f.default_shared_width = 1536;
   return f;
 }
 
@@ -109,7 +122,6 @@ constexpr Family exaone_moe() {
   // Its first files have the names of the model's own code.
   f.first_dense_fields = {"first_k_dense_replace", "first_last_k_dense_replace"};
   f.moe_flags_field = "is_moe_layer";
-  f.assumed = {{"topk_method", "\"noaux_tc\""}};
   f.routing.default_scale = 2.5;
   f.shared_count_field = "num_shared_experts";
   f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
@@ -127,6 +139,7 @@ constexpr Family glm5_next() {
 
 constexpr Family hy_v3() {
   Family f = biased_sigmoid("Hy3", {"hy_v3"});
+  f.width_alias = "expert_hidden_dim";
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
   f.routing.scale_field = "router_scaling_factor";
@@ -138,7 +151,10 @@ constexpr Family hy_v3() {
   f.shared_layout =
       shared_mlp("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.down_proj");
   f.shared_alternative = kSharedExperts;
-  f.assumed = {{"enable_moe_fp32_combine", ""}};  // in which type the two parts are added
+  f.assumed.add({{"enable_moe_fp32_combine", ""},  // in which type the two parts are added
+                 {"route_norm", "true"},
+                 {"moe_router_use_sigmoid", "true"},
+                 {"moe_router_enable_expert_bias", "true"}});
   return f;
 }
 
@@ -153,13 +169,16 @@ constexpr Family laguna() {
   f.correction_bias = {"experts.e_score_correction_bias", "gate.e_score_correction_bias"};
   f.shared_layout = kSharedExpert;
   f.shared_alternative = kSharedExperts;
-  f.assumed = {{"moe_apply_router_weight_on_input", "false"},
-               {"moe_router_logit_softcapping", "0"}};
+  f.assumed.add({{"moe_apply_router_weight_on_input", "false"},
+                 {"moe_router_logit_softcapping", "0"},
+                 {"moe_router_use_sigmoid", "true"},
+                 {"moe_router_score_func", "\"sigmoid\""}});
   return f;
 }
 
 constexpr Family lfm2_moe() {
   Family f = without_shared(biased_sigmoid("LFM2-MoE", {"lfm2_moe"}));
+  f.has_layer_types = false;
   f.first_dense_fields = {"num_dense_layers"};
   f.default_first_dense = 2;
   f.reads_hidden_act = false;
@@ -175,6 +194,7 @@ constexpr Family lfm2_moe() {
 constexpr Family minimax_m3() {
   Family f = biased_sigmoid("MiniMax-M3", {"minimax_m3_vl_text"});
   f.width_fields = {"intermediate_size"};
+  f.layer_rule = LayerRule::kListed;
   f.default_first_dense = 0;
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
@@ -190,41 +210,46 @@ constexpr Family minimax_m3() {
       granite_layout("", "shared_experts.gate_up_proj", "shared_experts.down_proj");
   f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp")};
-  f.assumed = {{"hidden_act", "\"silu\"|\"swigluoai\""}, {"use_routing_bias", "true"}};
+  f.assumed.add({{"hidden_act", "\"silu\"|\"swigluoai\""},
+                 {"use_routing_bias", "true"},
+                 {"swiglu_beta", "1"},
+                 {"n_shared_experts", "1",
+                  "transformers has one shared expert of the width that is stated, SGLang one that "
+                  "is this many times as wide as a routed one"}});
   return f;
 }
 
 constexpr Family solar_open() {
   Family f = biased_sigmoid("Solar-Open", {"solar_open"});
   f.layer_rule = LayerRule::kEvery;
+  f.has_layer_types = false;
+  f.assumed.add({{"moe_layer_freq", "1"}});
   return f;
 }
 
 constexpr Family kimi_linear() {
   Family f = biased_sigmoid("Kimi-Linear", {"kimi_linear"});
   f.routing.renorm_field = "moe_renormalize";
+  f.routing.renorm_alias = "norm_topk_prob";
   f.routing.group_fields = {"num_expert_group", "n_group"};
   f.routing.default_scale = 2.446;
   f.shared_count_field = "num_shared_experts";
+  f.shared_count_alias = "n_shared_experts";
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp")};
-  f.assumed = {
-      {"moe_router_activation_func", "\"sigmoid\""},
-      {"use_grouped_topk", "true"},
-      {"norm_topk_prob", "true"},
-      {"moe_layer_freq", "1"},
-  };
+  f.assumed.add({{"moe_router_activation_func", "\"sigmoid\""},
+                 {"use_grouped_topk", "true"},
+                 {"moe_layer_freq", "1"}});
   return f;
 }
 
 constexpr Family mimo_v2_flash() {
   Family f = without_shared(biased_sigmoid("MiMo-V2-Flash", {"mimo_v2_flash"}));
   f.layer_rule = LayerRule::kListed;
-  f.assumed = {{"topk_method", "\"noaux_tc\""}};
   return f;
 }
 
 constexpr Family hy_v4() {
-  Family f = biased_sigmoid("Hy4", {"hy_v4"});
+  Family f = biased_sigmoid("Hy4", {"hy_v4", "hy_v4_vl_text"});
   f.reads_hidden_act = false;
   f.activation.limit = 10.0F;
   f.limit_field = "swiglu_limit";
@@ -234,7 +259,20 @@ constexpr Family hy_v4() {
   f.shared_alternative = shared_mlp("shared_experts.linear_gate", "shared_experts.up_proj",
                                     "shared_experts.down_proj");
   f.layouts = {fused_nt("mlp"), projections("mlp")};
-  f.assumed = {{"hidden_act", "\"silu\""}, {"moe_layer_freq", "1"}, {"first_k_dense_replace", "1"}};
+  f.assumed.add(
+      {{"hidden_act", "\"silu\""}, {"moe_layer_freq", "1"}, {"first_k_dense_replace", "1"}});
+  return f;
+}
+
+// The blocks of DeepSeek-V3 (105B) and GLM-4.5 (30B), which are the same one.
+constexpr Family sarvam() {
+  Family f = biased_sigmoid("Sarvam", {"sarvam_moe", "sarvam_mla"});
+  f.has_layer_types = false;
+  f.routing.default_scale = 2.5;
+  f.shared_count_alias = "num_shared_experts";
+  f.shared_repeated_width = "moe_shared_expert_intermediate_size";
+  f.correction_bias = {"gate.expert_bias", "gate.e_score_correction_bias"};
+  f.assumed.add({{"score_function", "\"sigmoid\""}, {"moe_router_enable_expert_bias", "true"}});
   return f;
 }
 

@@ -13,10 +13,13 @@ inline constexpr std::string_view kMethodReadings =
     "the models' own code stops, transformers always selects with groups and a bias, vLLM follows "
     "the field";
 
+inline constexpr std::string_view kSharedReadings =
+    "the models' own code then has no shared experts, transformers has two";
+
 constexpr Family deepseek_v2() {
   Family f;
   f.title = "DeepSeek-V2";
-  f.model_types = {"deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text"};
+  f.model_types = {"deepseek_v2"};
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.routing.bias = BiasRule::kTopkMethod;
@@ -25,6 +28,7 @@ constexpr Family deepseek_v2() {
   f.routing.scale = ScaleRule::kAlways;
   f.shared = SharedRule::kCount;
   f.shared_count_field = "n_shared_experts";
+  f.shared_unsaid = kSharedReadings;
   f.correction_bias = {"gate.e_score_correction_bias"};
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
@@ -39,10 +43,26 @@ constexpr Family deepseek_v2() {
   return f;
 }
 
+constexpr Family deepseek_ocr2() {
+  Family f = deepseek_v2();
+  f.title = "DeepSeek-OCR-2";
+  f.model_types = {"deepseek_ocr2_text"};
+  f.has_layer_types = true;
+  return f;
+}
+
+constexpr Family unlimited_ocr() {
+  Family f = deepseek_ocr2();
+  f.title = "Unlimited-OCR";
+  f.model_types = {"unlimited_ocr_text"};
+  f.default_first_dense = 1;
+  return f;
+}
+
 constexpr Family deepseek_v3() {
   Family f = deepseek_v2();
   f.title = "DeepSeek-V3";
-  f.model_types = {"deepseek_v3", "deepseek_v32"};
+  f.model_types = {"deepseek_v3"};
   f.default_first_dense = 3;
   f.routing.scoring_func = ScoringFunc::kSigmoid;
   f.routing.renorm = RenormRule::kStated;
@@ -54,10 +74,19 @@ constexpr Family deepseek_v3() {
   f.routing.scale = ScaleRule::kAlways;
   f.routing.default_scale = 2.5;
   f.default_shared_count = 1;
+  f.shared_unsaid = "";
   f.assumed = {
       {"scoring_func", "\"sigmoid\"", kScoringReadings},
       {"topk_method", "\"noaux_tc\"", kMethodReadings},
   };
+  return f;
+}
+
+constexpr Family deepseek_v32() {
+  Family f = deepseek_v3();
+  f.title = "DeepSeek-V3.2";
+  f.model_types = {"deepseek_v32"};
+  f.has_layer_types = true;
   return f;
 }
 
@@ -85,6 +114,7 @@ constexpr Family glm4_moe_lite() {
   Family f = glm4_moe();
   f.title = "GLM-4.7-Flash";
   f.model_types = {"glm4_moe_lite"};
+  f.has_layer_types = true;
   f.routing.default_scale = 1.8;
   return f;
 }
@@ -93,6 +123,7 @@ constexpr Family glm_moe_dsa() {
   Family f = glm4_moe();
   f.title = "GLM-5";
   f.model_types = {"glm_moe_dsa"};
+  f.has_layer_types = true;
   f.default_first_dense = 3;
   f.routing.default_scale = 2.5;
   return f;

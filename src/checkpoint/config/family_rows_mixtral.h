@@ -86,6 +86,7 @@ constexpr Family mellum() {
   Family f = qwen3_moe();
   f.title = "Mellum";
   f.model_types = {"mellum"};
+  f.has_layer_types = true;
   f.layer_rule = LayerRule::kEvery;
   f.routing.default_renorm = true;
   return f;

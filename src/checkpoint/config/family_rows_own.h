@@ -99,6 +99,7 @@ constexpr Family ernie45() {
                        "gate.moe_statics.e_score_correction_bias"};
   f.shared = SharedRule::kCount;
   f.shared_count_field = "moe_num_shared_experts";
+  f.shared_unsaid = "the models' own code then has no shared experts, transformers has two";
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
   f.assumed = {
@@ -193,7 +194,11 @@ constexpr Family nemotron_h() {
   stacked.weight_suffixes = {""};
   stacked.scale_suffix = "_scale_inv";
   f.layouts = {per_expert("mixer", "", "experts.{e}.up_proj", "experts.{e}.down_proj"), stacked};
-  f.assumed = {{"hidden_act", ""}, {"moe_latent_size", "null"}};
+  f.assumed = {{"hidden_act", ""},
+               {"moe_latent_size", "null"},
+               {"n_shared_experts", "1",
+                "transformers has one shared expert of the width that is stated, SGLang one that "
+                "is this many times as wide"}};
   return f;
 }
 

@@ -1,4 +1,4 @@
-// Rows of the table of families: the further models of transformers 5.23 with experts, each
+// Rows of the table of families: the further models of transformers 5.24 with experts, each
 // complete in itself. What a row says is what that code computes;
 // tests/checkpoint/family_checkpoints.py has a checkpoint of each. Source: its modelling code and
 // configurations.
@@ -16,6 +16,7 @@ constexpr Family flint() {
   Family f;
   f.title = "Flint";
   f.model_types = {"flint"};
+  f.default_first_dense = 2;
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kSparseStep;
   f.routing.scoring_func = ScoringFunc::kSigmoid;
@@ -32,6 +33,7 @@ constexpr Family cohere2_moe() {
   Family f;
   f.title = "Cohere2-MoE";
   f.model_types = {"cohere2_moe"};
+  f.has_layer_types = true;
   f.width_fields = {"intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.routing.scoring_field = "expert_selection_fn";
@@ -127,6 +129,7 @@ constexpr Family mistral_large4() {
   Family f;
   f.title = "Mistral Large 4";
   f.model_types = {"mistral_large4_text"};
+  f.has_layer_types = true;
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.default_first_dense = 1;
@@ -144,8 +147,9 @@ constexpr Family mistral_large4() {
 
 // Softcapped SwiGLU: the sigmoid sees the gate as it is, the factors gate and up are capped.
 constexpr Family inkling2() {
-  Family f = without_shared(biased_sigmoid("Inkling 2", {"inkling2_text"}));
+  Family f = without_shared(biased_sigmoid("Inkling 2", {"inkling2_text", "inkling2_loop_text"}));
   f.layer_rule = LayerRule::kEvery;
+  f.has_layer_types = false;
   f.routing.renorm = RenormRule::kAlways;
   f.routing.reads_groups = false;
   f.routing.scale_field = "route_scale";
@@ -163,7 +167,18 @@ constexpr Family inkling2() {
   released.down = "experts.w2_weight";
   released.weight_suffixes = {""};
   f.layouts = {released, fused_nt("mlp")};
-  f.assumed = {{"hidden_act", "\"silu\""}};
+  f.assumed.add({{"hidden_act", "\"silu\""}});
+  return f;
+}
+
+// Qwen3-MoE's experts in every layer and a shared one that is added as it is.
+constexpr Family lara_mini() {
+  Family f = qwen3_omni_moe();
+  f.title = "Lara-Mini";
+  f.model_types = {"lara_mini"};
+  f.layer_rule = LayerRule::kEvery;
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_layout = kSharedExpert;
   return f;
 }
 

@@ -23,7 +23,8 @@ constexpr auto kFamilies = std::to_array<Family>({
     flint(),          cohere2_moe(),    aria(),          granite_swa(),    privacy_filter(),
     qwen3_omni_moe(), qwen4_exp(),      inkling2(),      mistral_large4(), deepseek_v4(),
     mistral4(),       kimi_linear(),    mimo_v2_flash(), step3p5(),        gemma4(),
-    hy_v4(),
+    hy_v4(),          sarvam(),         lara_mini(),     deepseek_ocr2(),  unlimited_ocr(),
+    deepseek_v32(),
 });
 
 }  // namespace

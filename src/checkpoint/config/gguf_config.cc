@@ -167,7 +167,8 @@ Status add_shared(const GgufMetadata& metadata, const Family& family, nlohmann::
   }
   // Where the family says "count times width", the file's width is that of the whole MLP.
   if (!family.shared_count_field.empty()) {
-    (*json)[std::string(family.shared_count_field)] = width.value_or(0) > 0 ? 1 : 0;
+    nlohmann::json& stated = (*json)[std::string(family.shared_count_field)];
+    if (width.value_or(0) > 0) stated = 1;  // else null: there is none
   }
   if (width && *width > 0) (*json)[std::string(family.shared_width_field)] = *width;
   return {};

@@ -46,7 +46,10 @@ Result<LayerList> layers_by_type(const ConfigFields& fields, std::int64_t num_la
 // A list that spells the choice out per layer; where present it is the whole answer.
 Result<LayerList> listed_layers(const ConfigFields& fields, const Family& family,
                                 std::int64_t num_layers) {
-  MOESAIC_ASSIGN_OR_RETURN(LayerList types, layers_by_type(fields, num_layers));
+  LayerList types;
+  if (family.has_layer_types) {
+    MOESAIC_ASSIGN_OR_RETURN(types, layers_by_type(fields, num_layers));
+  }
   if (family.moe_flags_field.empty()) return types;
   MOESAIC_ASSIGN_OR_RETURN(LayerList flags, fields.booleans(family.moe_flags_field,
                                                             static_cast<std::size_t>(kMaxLayers)));
@@ -64,7 +67,8 @@ Result<LayerList> listed_layers(const ConfigFields& fields, const Family& family
   return flags;
 }
 
-Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::int64_t num_layers) {
+Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, const Family& family,
+                                             std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto step, fields.integer("decoder_sparse_step", {1, kMaxLayers}));
   MOESAIC_ASSIGN_OR_RETURN(
       const auto dense,
@@ -72,7 +76,8 @@ Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::in
                       static_cast<std::size_t>(kMaxLayers)));
   std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
   for (std::int64_t i = 0; i < num_layers; ++i) {
-    is_moe[static_cast<std::size_t>(i)] = (i + 1) % step.value_or(1) == 0;
+    is_moe[static_cast<std::size_t>(i)] =
+        (dense || i >= family.default_first_dense) && (i + 1) % step.value_or(1) == 0;
   }
   for (const std::int64_t i : dense.value_or(std::vector<std::int64_t>())) {
     is_moe[static_cast<std::size_t>(i)] = false;
@@ -80,15 +85,34 @@ Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::in
   return is_moe;
 }
 
+// moe_layer_freq as a list of 0 and 1.
+Result<LayerList> frequency_list(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto list, fields.integers("moe_layer_freq", {0, 1},
+                                                            static_cast<std::size_t>(kMaxLayers)));
+  if (!list) return LayerList();
+  if (static_cast<std::int64_t>(list->size()) != num_layers) {
+    return Status(fields.bad_value("moe_layer_freq", fmt::format("{} entries", list->size()),
+                                   fmt::format("{} (one per layer)", num_layers)));
+  }
+  return LayerList(std::vector<bool>(list->begin(), list->end()));
+}
+
 Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const Family& family,
                                              std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto first,
                            fields.integer(family.first_dense_fields.list(), {0, kMaxLayers}));
-  MOESAIC_ASSIGN_OR_RETURN(const auto every, fields.integer("moe_layer_freq", {1, kMaxLayers}));
+  LayerList flags;
+  std::int64_t every = 1;
+  if (family.has_frequency_list && fields.is_list("moe_layer_freq")) {
+    MOESAIC_ASSIGN_OR_RETURN(flags, frequency_list(fields, num_layers));
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.integer("moe_layer_freq", {1, kMaxLayers}));
+    every = stated.value_or(1);
+  }
   std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
-  for (std::int64_t i = 0; i < num_layers; ++i) {
-    is_moe[static_cast<std::size_t>(i)] =
-        i >= first.value_or(family.default_first_dense) && i % every.value_or(1) == 0;
+  for (std::int64_t i = first.value_or(family.default_first_dense); i < num_layers; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    is_moe[at] = flags ? (*flags)[at] : i % every == 0;
   }
   return is_moe;
 }
@@ -144,22 +168,23 @@ std::vector<bool> layers_from(std::int64_t first, std::int64_t num_layers) {
   return is_moe;
 }
 
-// moe_layer_freq as a list of 0 and 1.
-Result<std::vector<bool>> frequency_list(const ConfigFields& fields, const Family& family,
-                                         std::int64_t num_layers) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto list, fields.integers("moe_layer_freq", {0, 1},
-                                                            static_cast<std::size_t>(kMaxLayers)));
-  if (!list) return layers_from(family.default_first_dense, num_layers);
-  if (static_cast<std::int64_t>(list->size()) != num_layers) {
-    return Status(fields.bad_value("moe_layer_freq", fmt::format("{} entries", list->size()),
-                                   fmt::format("{} (one per layer)", num_layers)));
-  }
-  return std::vector<bool>(list->begin(), list->end());
+Result<std::vector<bool>> listed_frequency_layers(const ConfigFields& fields, const Family& family,
+                                                  std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(LayerList flags, frequency_list(fields, num_layers));
+  return flags ? std::move(*flags) : layers_from(family.default_first_dense, num_layers);
 }
 
-// "4,5,6": numbers and commas, nothing else.
+// "4,5,6": numbers and commas, nothing else; or the same numbers as a list.
 Result<std::vector<bool>> enumerated_layers(const ConfigFields& fields, const Family& family,
                                             std::int64_t num_layers) {
+  if (fields.is_list("moe_layers_enum")) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto list,
+                             fields.integers("moe_layers_enum", {0, num_layers - 1},
+                                             static_cast<std::size_t>(kMaxLayers)));
+    std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+    for (const std::int64_t i : *list) is_moe[static_cast<std::size_t>(i)] = true;
+    return is_moe;
+  }
   MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string("moe_layers_enum"));
   if (!text) return layers_from(family.default_first_dense, num_layers);
   std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
@@ -248,7 +273,7 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
   if (listed) return std::move(*listed);
   switch (family.layer_rule) {
     case LayerRule::kSparseStep:
-      return sparse_step_layers(fields, num_layers);
+      return sparse_step_layers(fields, family, num_layers);
     case LayerRule::kFirstDense:
       return first_dense_layers(fields, family, num_layers);
     case LayerRule::kPeriod:
@@ -260,7 +285,7 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
     case LayerRule::kEnumerated:
       return enumerated_layers(fields, family, num_layers);
     case LayerRule::kListed:
-      return frequency_list(fields, family, num_layers);
+      return listed_frequency_layers(fields, family, num_layers);
     case LayerRule::kPattern:
       return pattern_layers(fields, num_layers);
     case LayerRule::kEvery:

@@ -1,5 +1,5 @@
-// Every model_type of transformers 5.23 that has experts and whose block is not what a layer here
-// computes. docs/limits.md has the same list. Source: the modelling code of transformers 5.23.
+// Every model_type of transformers 5.24 that has experts and whose block is not what a layer here
+// computes. docs/limits.md has the same list. Source: the modelling code of transformers 5.24.
 #include "checkpoint/config/refused_families.h"
 
 #include <algorithm>
@@ -34,6 +34,8 @@ constexpr auto kRefused = std::to_array<RefusedFamily>({
     {"muse_spark", kLatent},
     {"muse_spark_text", kLatent},
     {"nllb-moe", kEncoderDecoder},
+    {"qwen3_omni_moe_talker_text",
+     "what speaks has layers beside the thinker's, of the same numbers; the thinker's are read"},
     {"switch_transformers", kEncoderDecoder},
     {"vitpose_backbone", "experts are chosen by the data set an image is from, not by a router"},
     {"zaya", "the router is an MLP that carries its state from layer to layer"},

@@ -17,11 +17,13 @@ Result<ScoringFunc> read_scoring(const ConfigFields& fields, const RoutingRule& 
   if (!name) return rule.scoring_func;
   for (const ScoringFunc func :
        {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
+    if (func == ScoringFunc::kSoftmax && !rule.may_be_softmax) continue;
     if (*name == scoring_func_name(func)) return func;
   }
-  return Status(StatusCode::kUnsupported,
-                fmt::format("{}: {}: got {}, need softmax, sigmoid or sqrtsoftplus", fields.where(),
-                            rule.scoring_field, quote_name(*name)));
+  return Status(
+      StatusCode::kUnsupported,
+      fmt::format("{}: {}: got {}, need {}sigmoid or sqrtsoftplus", fields.where(),
+                  rule.scoring_field, quote_name(*name), rule.may_be_softmax ? "softmax, " : ""));
 }
 
 // greedy: plain top-k; group_limited_greedy: groups ranked by their best expert; noaux_tc: with a
@@ -187,7 +189,15 @@ Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rul
       [[fallthrough]];
     case RenormRule::kStated: {
       MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean(rule.renorm_field));
-      return stated.value_or(rule.default_renorm);
+      if (rule.renorm_alias.empty()) return stated.value_or(rule.default_renorm);
+      MOESAIC_ASSIGN_OR_RETURN(const auto alias, fields.boolean(rule.renorm_alias));
+      if (stated && alias && *stated != *alias) {
+        return Status(
+            StatusCode::kAmbiguousFormat,
+            fmt::format("{}: {} is {} but {}, another name of the same field, is {}",
+                        fields.where(), rule.renorm_field, *stated, rule.renorm_alias, *alias));
+      }
+      return stated.value_or(alias.value_or(rule.default_renorm));
     }
   }
   return false;

@@ -143,10 +143,10 @@ bool speaks_of_experts(std::string_view name) {
   std::string low(name);
   for (char& c : low) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   for (const std::string_view part : {"moe", "expert", "rout", "swiglu", "topk", "top_k", "scoring",
-                                      "shared_intermediate", "shared_mlp"}) {
+                                      "score_func", "shared_intermediate", "shared_mlp"}) {
     if (low.find(part) != std::string::npos) return true;
   }
-  return low == "n_group" || holds(kActivationNames, low);
+  return low == "n_group" || low == "mlp_layer_types" || holds(kActivationNames, low);
 }
 
 Status check_unread_fields(const nlohmann::json& object, std::string_view where,
