@@ -39,8 +39,9 @@ def config_cases(c):
     text("trailing", good + "{}", CORRUPT, "config.json")
     text("duplicate_key", good[:-1] + ', "hidden_size": 32}', CORRUPT, ["duplicate", "hidden_size"])
     text("duplicate_nested_key", good[:-1] + ', "rope": {"a": 1, "a": 1}}', CORRUPT, ["duplicate", '"a"'])
-    text("nan", good[:-1] + ', "x": NaN}', CORRUPT, "config.json")
-    text("infinity", good[:-1] + ', "x": Infinity}', CORRUPT, "config.json")
+    text("nan", good[:-1] + ', "x": nan}', CORRUPT, "config.json")
+    # As Python writes it, where a number is read.
+    bad("infinity", QWEN, {"hidden_size": math.inf}, CORRUPT, ["hidden_size", "Infinity"])
     text("overflow", good[:-1] + ', "x": 1e999}', CORRUPT, "config.json")
     text("comment", "// a model\n" + good, CORRUPT, "config.json")
     c.folder("not_utf8", {"config.json": b'{"model_type":"\xff"}', "model.safetensors": simple_file("a")}, CORRUPT, "UTF-8", door="checkpoint")
