@@ -93,7 +93,7 @@ def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
 
 
 def test_a_pending_warning_is_told_after_the_callers_exception(
-    qwen3: pathlib.Path, caplog: pytest.LogCaptureFixture
+    own: OwnExperts, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(done: int, total: int) -> None:
         raise KeyError("mine")
@@ -101,8 +101,8 @@ def test_a_pending_warning_is_told_after_the_callers_exception(
     with pytest.raises(moesaic.Error):  # warns of the experts that are left over, then refuses
         moesaic.Router(num_experts=7, top_k=9, method="grouped_topk", num_expert_group=4, topk_group=2)
     with pytest.raises(KeyError, match="mine"):
-        layer_of(qwen3, progress=fail)
-    layer_of(qwen3)
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, progress=fail)
+    moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
     assert any(record.name == "moesaic" for record in caplog.records)
 
 
