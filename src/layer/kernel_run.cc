@@ -107,6 +107,7 @@ Result<TensorView> ModularKernel::Impl::compute(const Args& a, const Prepared& p
 }
 
 Status ModularKernel::run(const Args& args) const {
+  const cpu::ScopedIeeeMode ieee;
   const Impl& m = *impl_;
   // Of a transport one call at a time, whoever brings the memory.
   const bool alone = args.workspace.empty() || !m.pf->keeps_rows();
@@ -174,6 +175,7 @@ struct ModularKernel::Call::State {
 };
 
 Result<ModularKernel::Call> ModularKernel::start(const Args& args) const {
+  const cpu::ScopedIeeeMode ieee;
   const Impl& m = *impl_;
   Result<int> slot = 0;
   {
@@ -198,6 +200,7 @@ Result<ModularKernel::Call> ModularKernel::start(const Args& args) const {
 }
 
 Status ModularKernel::Call::run_experts() {
+  const cpu::ScopedIeeeMode ieee;
   State& s = *state_;
   if (!s.failure.ok()) return s.failure;
   if (!s.rows) return {StatusCode::kInvalidArgument, "run_experts: got a second one of this call"};
