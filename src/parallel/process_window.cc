@@ -28,8 +28,8 @@ class ProcessWindow final : public PeerWindow {
     const cuda::DeviceScope scope(own_.device);
     // Nothing of ours writes to the others any more.
     static_cast<void>(cuda::check_call("peer windows", cudaDeviceSynchronize()));
-    for (int r = 0; r < own_.ranks; ++r) close(r);
-    let_go(own_);
+    close_all();
+    if (own_.data != nullptr) let_go(own_);
   }
 
   int rank() const override { return own_.rank; }
@@ -41,6 +41,14 @@ class ProcessWindow final : public PeerWindow {
   PeerProvider provider() const override { return PeerProvider::kCudaHandles; }
 
   void set_shares_device() { shares_device_ = true; }
+  void close_all() {
+    for (int r = 0; r < own_.ranks; ++r) close(r);
+  }
+  // Nobody has the own memory open any more, also who never opened it and so tells nothing.
+  void free_own() {
+    own_.free(own_.data);
+    own_.data = nullptr;
+  }
   Status open(int rank, const cudaIpcMemHandle_t& handle) {
     void* data = nullptr;
     const Status opened =
@@ -54,7 +62,7 @@ class ProcessWindow final : public PeerWindow {
 
  private:
   void close(int rank) {
-    std::byte* const data = bases_[static_cast<std::size_t>(rank)];
+    std::byte* const data = std::exchange(bases_[static_cast<std::size_t>(rank)], nullptr);
     if (rank == own_.rank || data == nullptr || MOESAIC_FAULT(process_window_is_not_closed)) return;
     own_.tell_closed(data);
     static_cast<void>(cuda::check_call("peer windows", cudaIpcCloseMemHandle(data)));
@@ -121,8 +129,14 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
   if (rank == 1 && MOESAIC_FAULT(process_window_refused_by_rank_1)) {
     status = {StatusCode::kUnsupported, "peer windows: rank 1 opens none"};
   }
-  MOESAIC_RETURN_IF_ERROR(peer_vote(communicator, status));
-  return std::unique_ptr<PeerWindow>(std::move(window));
+  status = peer_vote(communicator, status);
+  if (status.ok()) return std::unique_ptr<PeerWindow>(std::move(window));
+  window->close_all();
+  // Freed when all have closed what they opened, which is when all have come to this vote.
+  if (peer_vote(communicator, {}).ok() && !MOESAIC_FAULT(process_window_refused_is_kept)) {
+    window->free_own();
+  }
+  return status;
 }
 
 }  // namespace moesaic::parallel

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "layer/peer_calls.h"
+#include "parallel/garbling_communicator.h"
 #include "parallel/peer_window.h"
 #include "support/process_ranks.h"
 
@@ -179,6 +180,30 @@ std::string refusal(const StartedRank& started, PeerMemory memory) {
                                                                    : "";
 }
 
+// Rank 1 cannot open the others' memory: all are refused, and nobody's memory is kept.
+std::string unopened(const StartedRank& started) {
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  Communicator& world = *started.world;
+  test::GarblingCommunicator garbled(world, sizeof(cudaIpcMemHandle_t));
+  Communicator& told = world.rank() == 1 ? garbled : world;
+  std::int64_t before = 0;
+  for (int round = 0; round < 4; ++round) {
+    const auto window = parallel::make_peer_window(told, test::device_of_rank(world.rank()), kBytes,
+                                                   {}, PeerMemory::kCudaHandles);
+    if (window.ok() || window.status().code() != StatusCode::kUnsupported) return "not refused";
+    const std::string_view want = world.rank() == 1 ? "the window of rank 0" : "rank 1 cannot";
+    if (window.status().message().find(want) == std::string::npos)
+      return window.status().to_string();
+    const Status met = world.barrier("all are gone");
+    if (!met.ok()) return met.to_string();
+    if (round == 0) before = free_bytes();
+  }
+  const std::int64_t lost = before - free_bytes();
+  return lost < kBytes ? works_alone(test::make_tensors(54, test::deepseek_like()),
+                                     Device::cuda(test::device_of_rank(world.rank())))
+                       : fmt::format("{} bytes are lost", lost);
+}
+
 // Ranks that ask for different memory: all are refused.
 std::string different(const StartedRank& started) {
   const int rank = started.world->rank();
@@ -225,6 +250,7 @@ std::string run_task(const StartedRank& started, PeerMemory memory) {
   if (started.task == "graphs") return graphs(started, memory);
   if (started.task == "memory") return come_and_go(started, memory);
   if (started.task == "refusal") return refusal(started, memory);
+  if (started.task == "unopened") return unopened(started);
   if (started.task == "different") return different(started);
   if (started.task == "own GPU") return own_gpu_only(started);
   return calls_until_one_dies(started, memory);
@@ -296,6 +322,11 @@ TEST(CudaProcessRanks, GraphsOfDifferentSizesInterleave) {
 TEST(CudaProcessRanks, WindowsAreFreed) {
   REQUIRE_HOPPER();
   expect_done("memory", 3);
+}
+
+TEST(CudaProcessRanks, WindowsThatCannotBeOpenedAreFreed) {
+  REQUIRE_HOPPER();
+  expect_done("unopened", 3);
 }
 
 TEST(CudaProcessRanks, ARefusalIsThatOfAll) {
