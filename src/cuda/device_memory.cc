@@ -61,7 +61,9 @@ DeviceScope::DeviceScope(int device) : device_(device) {
 }
 DeviceScope::~DeviceScope() {
   int now = before_;
-  if (cudaGetDevice(&now) == cudaSuccess && now != before_) (void)cudaSetDevice(before_);
+  if (cudaGetDevice(&now) != cudaSuccess || now == before_) return;
+  // Where that device cannot be used, the next call here must not be told of it.
+  if (cudaSetDevice(before_) != cudaSuccess) (void)cudaGetLastError();
 }
 Status DeviceScope::status() const { return check_call(fmt::format("device {}", device_), error_); }
 
@@ -124,6 +126,12 @@ Result<int> require_hopper(int device) {
     return Status(
         StatusCode::kDevice,
         fmt::format("device {}: got compute capability {}.{}, need 9.0", device, major, minor));
+  }
+  // What the least part of a MIG has; the gate's clusters of eight need that many.
+  constexpr int kFewest = 16;
+  if (sms < kFewest) {
+    return Status(StatusCode::kDevice,
+                  fmt::format("device {}: got {} multiprocessors, need {}", device, sms, kFewest));
   }
   return sms;
 }

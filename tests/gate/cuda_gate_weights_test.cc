@@ -1,6 +1,8 @@
 // What a gate on a GPU makes of its weights' dtype. Skipped, visibly, without a device.
+#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -158,6 +160,52 @@ TEST(CudaGateLinear, PartsAreWithinTheBound) {
       ASSERT_LE(std::abs(all.as<float>()[i] - sum), bound) << i << ' ' << hidden;
     }
   }
+}
+
+// More rows than one launch takes: the same rows over and over have the same logits.
+TEST(CudaGateLinear, MoreRowsThanALaunchTakesHaveTheirBits) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  constexpr std::int64_t kExperts = 3, kHidden = 64, kPeriod = 1 << 12;
+  constexpr std::int64_t kRows = (std::int64_t{1} << 21) + 3 * 64 + 5;
+  test::Rng rng(13);
+  const Tensor few = test::random_normal(rng, kBF16, {kPeriod, kHidden});
+  Tensor many = Tensor::zeros(kBF16, {kRows, kHidden}).value();
+  for (std::int64_t first = 0; first < kRows; first += kPeriod) {
+    std::memcpy(many.data() + first * kHidden * 2, few.data(),
+                static_cast<std::size_t>(std::min(kPeriod, kRows - first) * kHidden * 2));
+  }
+  const DeviceTensor there = DeviceTensor::copy_of(many.view(), kGateGpu).value();
+  for (const DType dtype : {kF32, kBF16}) {  // of three parts, of one
+    const Tensor w = test::random_normal(rng, dtype, {kExperts, kHidden});
+    const GateLinear gate = gate_on_gpu(w, Tensor(), kF32, true);
+    const Tensor want = logits_of(gate, DeviceTensor::copy_of(few.view(), kGateGpu).value());
+    const Tensor got = logits_of(gate, there);
+    std::int64_t wrong = 0;
+    for (std::int64_t t = 0; t < kRows; ++t) {
+      wrong += std::memcmp(got.as<float>() + t * kExperts,
+                           want.as<float>() + t % kPeriod * kExperts, kExperts * 4) != 0;
+    }
+    EXPECT_EQ(wrong, 0) << dtype_name(dtype);
+  }
+}
+
+// An error that the caller has left behind is not that of a call of ours.
+TEST(CudaGateLinear, AnErrorOfTheCallerIsNotReported) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  test::Rng rng(14);
+  const Tensor w = test::random_normal(rng, kBF16, {9, 72});
+  const DeviceTensor x =
+      DeviceTensor::copy_of(test::random_normal(rng, kBF16, {5, 72}).view(), kGateGpu).value();
+  // Logits of BF16 are rounded by a kernel of their own.
+  const GateLinear gate = gate_on_gpu(w, Tensor(), kBF16, true);
+  DeviceTensor out = DeviceTensor::uninitialized(kGateGpu, kBF16, {5, 9}).value();
+  void* none = nullptr;
+  ASSERT_NE(cudaMalloc(&none, std::size_t{1} << 50), cudaSuccess);
+  const Status status = gate.forward(x.view(), out.view());
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  static_cast<void>(cudaGetLastError());
 }
 
 }  // namespace

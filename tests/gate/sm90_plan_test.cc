@@ -62,6 +62,15 @@ TEST(GatePlan, SmallerPartsGetOtherTilesInThePipeline) {
   EXPECT_EQ(grid(1920, 7168, kPcie), std::tuple(128, 128, 4));
 }
 
+// Fewer multiprocessors than a cluster has blocks: no such cluster.
+TEST(GatePlan, SmallDevicesHaveSmallClusters) {
+  for (const int sms : {1, 3, 4, 8}) {
+    const TiledPipelineGrid g =
+        tiled_pipeline_grid(gate_shape(1920, 256, 7168), hopper_traits(sms));
+    EXPECT_LE(g.cluster, sms);
+  }
+}
+
 // "16:one_wave ...": the last number of tokens of each range and its kernel; the last has no end.
 std::string ranges(const GateParams& p, const DeviceTraits& device = {}) {
   const GatePlan plan(p, device);
@@ -81,12 +90,10 @@ std::string ranges(const GateParams& p, const DeviceTraits& device = {}) {
 }
 
 TEST(GatePlan, GivesEveryNumberOfTokensAKernel) {
-  EXPECT_EQ(ranges(gate_shape(0, 256, 7168)),
-            "16:one_wave 82:resident_weights 2097152:tiled_pipeline *:warp ");
-  EXPECT_EQ(ranges(gate_shape(0, 128, 4096)),
-            "16:one_wave 128:resident_weights 2097152:tiled_pipeline *:warp ");
-  EXPECT_EQ(ranges(gate_shape(0, 8, 32768)), "8:one_wave 2097152:tiled_pipeline *:warp ");
-  EXPECT_EQ(ranges(gate_shape(0, 8, 40000)), "2097152:tiled_pipeline *:warp ");
+  EXPECT_EQ(ranges(gate_shape(0, 256, 7168)), "16:one_wave 82:resident_weights *:tiled_pipeline ");
+  EXPECT_EQ(ranges(gate_shape(0, 128, 4096)), "16:one_wave 128:resident_weights *:tiled_pipeline ");
+  EXPECT_EQ(ranges(gate_shape(0, 8, 32768)), "8:one_wave *:tiled_pipeline ");
+  EXPECT_EQ(ranges(gate_shape(0, 8, 40000)), "*:tiled_pipeline ");
   EXPECT_EQ(ranges(gate_shape(0, 8, 7163)), "*:warp ");
   GateParams f32 = gate_shape(0, 256, 3072);
   f32.weight_f32 = true;

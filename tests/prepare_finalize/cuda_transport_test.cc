@@ -1,5 +1,6 @@
 // The GPU's transports behind ModularKernel: two ranks as threads of this process, on one GPU, have
 // the bits of one rank with all experts. Skipped, visibly, without a device.
+#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -58,10 +59,25 @@ DeviceTensor rows_of(const Tensor& all, std::int64_t first, std::int64_t rows) {
   return DeviceTensor::copy_of(part, kTransportGpu).value();
 }
 
+Status run_captured(const ModularKernel& kernel, ModularKernel::Args args) {
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  args.stream.handle = stream;
+  const Status status = kernel.run(args);
+  static_cast<void>(cudaStreamEndCapture(stream, &graph));
+  if (graph != nullptr) static_cast<void>(cudaGraphDestroy(graph));
+  static_cast<void>(cudaStreamDestroy(stream));
+  static_cast<void>(cudaGetLastError());
+  return status;
+}
+
 // Runs rows [first, first + rows) of the case and writes them to `output` [M, H] of the host, asking
 // for results of `dtype`.
 Status run_rows(const ModularKernel& kernel, const StandardCase& c, std::int64_t first,
-                std::int64_t rows, const DeviceTensor& map, Tensor& output, DType dtype) {
+                std::int64_t rows, const DeviceTensor& map, Tensor& output, DType dtype,
+                bool captured = false) {
   const std::int64_t hidden = c.problem.hidden_size;
   const DeviceTensor x = rows_of(c.hidden_states, first, rows);
   const DeviceTensor ids = rows_of(c.routing.ids, first, rows);
@@ -75,7 +91,7 @@ Status run_rows(const ModularKernel& kernel, const StandardCase& c, std::int64_t
     a.expert_map = {map.view().as<std::int32_t>(), static_cast<std::size_t>(map.bytes() / 4)};
   }
   a.output = out.view();
-  const Status status = kernel.run(a);
+  const Status status = captured ? run_captured(kernel, a) : kernel.run(a);
   if (!status.ok() || rows == 0) return status;
   const std::int64_t row_bytes = hidden * (dtype_bits(output.dtype()) / 8);
   return copy_tensor(out.view(), TensorView(output.data() + first * row_bytes, output.dtype(),
@@ -101,6 +117,7 @@ struct GpuSetup {
   std::vector<std::int64_t> counts;                        // rows of each rank
   std::vector<DType> output = {DType::kF32, DType::kF32};  // that each rank asks for
   DType combine_dtype = DType::kF32;
+  bool rank_0_is_captured = false;  // its stream is
 };
 
 // Statuses of the ranks; `output` [M, H] of all.
@@ -135,8 +152,9 @@ std::vector<Status> run_ranks(const StandardCase& c, const GpuSetup& setup, Tens
             const DeviceTensor there = DeviceTensor::copy_of(host, kTransportGpu).value();
             const auto i = static_cast<std::size_t>(r);
             for (int repeat = 0; repeat < 2 && statuses[i].ok(); ++repeat) {
-              statuses[i] = run_rows(kernel, c, r == 0 ? 0 : setup.counts[0], setup.counts[i],
-                                     there, output, setup.output[i]);
+              statuses[i] =
+                  run_rows(kernel, c, r == 0 ? 0 : setup.counts[0], setup.counts[i], there, output,
+                           setup.output[i], r == 0 && setup.rank_0_is_captured);
             }
           }
         });
@@ -247,6 +265,22 @@ TEST(CudaTransport, ARankThatRefusesEndsTheCallOfTheOther) {
   EXPECT_EQ(statuses[1].code(), StatusCode::kDevice) << statuses[1].to_string();
   EXPECT_NE(statuses[1].message().find("output: got I32"), std::string::npos)
       << statuses[1].to_string();
+}
+
+// Nor one that fails in the middle of it: here rank 0's stream cannot be waited for.
+TEST(CudaTransport, ARankThatFailsEndsTheCallOfTheOther) {
+  REQUIRE_HOPPER();
+  for (const std::int64_t hidden : {0, 264}) {
+    const StandardCase c = case_for("bf16", 8, hidden);
+    Tensor got = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
+    GpuSetup setup{"cuda_all_to_all", true, {4, 4}};
+    setup.rank_0_is_captured = true;
+    const std::vector<Status> statuses = run_ranks(c, setup, got);
+    EXPECT_EQ(statuses[0].code(), StatusCode::kDevice) << statuses[0].to_string();
+    EXPECT_EQ(statuses[1].code(), StatusCode::kDevice) << statuses[1].to_string();
+    EXPECT_NE(statuses[1].message().find(statuses[0].message()), std::string::npos)
+        << statuses[0].to_string() << "; " << statuses[1].to_string();
+  }
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/cuda_general/elements.cuh"
 #include "experts/cuda_general/general_activation.cuh"
 #include "experts/cuda_general/general_kernels.h"
@@ -226,13 +227,9 @@ int launch_general_gemm(const GeneralGemm& p, void* stream) {
   const int channels = p.gated ? p.weights.rows / 2 : p.weights.rows;
   const dim3 grid(static_cast<unsigned>(p.max_groups),
                   static_cast<unsigned>((channels + tile - 1) / tile));
-  auto* const on = static_cast<cudaStream_t>(stream);
-  if (p.rows_per_record == kFewRows) {
-    general_gemm<kFewRows><<<grid, kThreads, 0, on>>>(p);
-  } else {
-    general_gemm<kManyRows><<<grid, kThreads, 0, on>>>(p);
-  }
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(
+      p.rows_per_record == kFewRows ? general_gemm<kFewRows> : general_gemm<kManyRows>, grid,
+      kThreads, 0, stream, p);
 }
 
 }  // namespace moesaic::cuda

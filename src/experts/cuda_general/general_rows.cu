@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/cuda_general/elements.cuh"
 #include "experts/cuda_general/general_kernels.h"
 
@@ -64,29 +65,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned general_blocks(std::int64_t count, std::int64_t per_block) {
-  const std::int64_t blocks = (count + per_block - 1) / per_block;
-  return static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
-}
-
 }  // namespace
 
 int launch_general_quant(const GeneralQuant& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t groups = p.rows * ((p.columns + kGeneralChunk - 1) / kGeneralChunk);
   if (groups == 0) return 0;
-  general_quant<<<general_blocks(groups, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(general_quant, looping_blocks(groups, kWarps), kThreads, 0, stream, p);
 }
 
 int launch_general_combine(const GeneralCombine& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t count = p.tokens * p.hidden;
   if (count == 0) return 0;
-  general_combine<<<general_blocks(count, kThreads), kThreads, 0,
-                    static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(general_combine, looping_blocks(count, kThreads), kThreads, 0, stream, p);
 }
 
 }  // namespace moesaic::cuda

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/cuda_general/elements.cuh"
 #include "experts/cuda_general/general_kernels.h"
 
@@ -62,10 +63,7 @@ int launch_general_values(const GeneralValues& p, void* stream) {
   const std::int64_t width = p.rule.columns > 0 ? p.rule.columns : p.columns;
   const std::int64_t groups = p.items * ((p.columns + width - 1) / width);
   if (groups == 0) return 0;
-  const std::int64_t blocks = (groups + kWarps - 1) / kWarps;
-  general_values<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kThreads, 0,
-                   static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(general_values, looping_blocks(groups, kWarps), kThreads, 0, stream, p);
 }
 
 }  // namespace moesaic::cuda

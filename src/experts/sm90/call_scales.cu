@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/sm90/call_scales.h"
 
 namespace moesaic::cuda {
@@ -27,8 +28,7 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 int launch_call_scales(const CallScalesParams& params, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  take_call_scales<<<2, kScaleThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(take_call_scales, 2, kScaleThreads, 0, stream, params);
 }
 
 }  // namespace moesaic::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/sm90/gather_rows.h"
 
 namespace moesaic::cuda {
@@ -54,9 +55,7 @@ int launch_gather_rows(const GatherRowsParams& params, void* stream) {
   constexpr std::int64_t kSlabBlocks = 4096;
   const std::int64_t blocks =
       params.slab_counts != nullptr ? std::min(params.pairs, kSlabBlocks) : params.pairs;
-  gather_expert_rows<<<static_cast<unsigned>(blocks), 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      params);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(gather_expert_rows, static_cast<unsigned>(blocks), 256, 0, stream, params);
 }
 
 }  // namespace moesaic::cuda

@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/half_rows.h"
 
@@ -34,9 +35,7 @@ int launch_half_rows(const HalfRowsParams& params, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t blocks = (params.tokens * params.columns / kColumns + kThreads - 1) / kThreads;
   if (blocks == 0) return 0;
-  half_rows<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      params);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(half_rows, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
 }
 
 }  // namespace moesaic::cuda

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/sm90/matrix_row.cuh"
 #include "experts/sm90/repack.h"
 
@@ -53,14 +54,11 @@ __global__ void repack_scales(RepackShape shape, const float* __restrict__ scale
 int repack_expert(const RepackShape& shape, const std::byte* weight, const float* scale,
                   std::byte* image, float* image_scale, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  auto* const s = static_cast<cudaStream_t>(stream);
-  repack_weights<<<1024, 256, 0, s>>>(shape, weight, image);
-  if (scale != nullptr) {
-    const std::int64_t count = shape.bands() * shape.chunks();
-    repack_scales<<<static_cast<unsigned>((count + 255) / 256), 256, 0, s>>>(shape, scale,
-                                                                             image_scale);
-  }
-  return static_cast<int>(cudaGetLastError());
+  const int error = launch_kernel(repack_weights, 1024, 256, 0, stream, shape, weight, image);
+  if (error != 0 || scale == nullptr) return error;
+  const std::int64_t count = shape.bands() * shape.chunks();
+  return launch_kernel(repack_scales, static_cast<unsigned>((count + 255) / 256), 256, 0, stream,
+                       shape, scale, image_scale);
 }
 
 }  // namespace moesaic::cuda

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/sm90/codes_e2m1.h"
 #include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4_fp8.h"
@@ -195,33 +196,28 @@ int repack_int4_fp8_codes(const WeightShape& shape, const std::uint8_t* weight,
                           const std::uint8_t* scale, std::int64_t group, std::byte* image,
                           void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  repack_int4_codes<<<1024, 256, 0, static_cast<cudaStream_t>(stream)>>>(shape, weight, scale,
-                                                                         group, image);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(repack_int4_codes, 1024, 256, 0, stream, shape, weight, scale, group, image);
 }
 
 int repack_e2m1(const WeightShape& shape, const std::uint8_t* weight, const std::uint8_t* fields,
                 std::byte* image, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  repack_e2m1_codes<<<1024, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      shape, weight, ThirtySecondStrip{fields}, image);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(repack_e2m1_codes<ThirtySecondStrip>, 1024, 256, 0, stream, shape, weight,
+                       ThirtySecondStrip{fields}, image);
 }
 
 int repack_nvfp4_codes(const WeightShape& shape, const std::uint8_t* weight,
                        const std::uint8_t* scale, std::byte* image, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  repack_e2m1_codes<<<1024, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      shape, weight, SixteenthStrip{scale}, image);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(repack_e2m1_codes<SixteenthStrip>, 1024, 256, 0, stream, shape, weight,
+                       SixteenthStrip{scale}, image);
 }
 
 int repack_e4m3(const WeightShape& shape, const std::uint8_t* weight, const std::uint8_t* fields,
                 std::byte* image, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  repack_e4m3_codes<<<1024, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      shape, weight, ThirtySecondStrip{fields}, image);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(repack_e4m3_codes, 1024, 256, 0, stream, shape, weight,
+                       ThirtySecondStrip{fields}, image);
 }
 
 }  // namespace moesaic::cuda

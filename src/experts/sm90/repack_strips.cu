@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "experts/sm90/codes_bytes.h"
 #include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
@@ -151,24 +152,21 @@ __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource
 int repack_with_strips(const WeightShape& shape, const CodeImage& codes, const CodeSource& source,
                        std::byte* image, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  auto* const s = static_cast<cudaStream_t>(stream);
+  const auto run = [&](auto* kernel) {
+    return launch_kernel(kernel, 1024, 256, 0, stream, shape, codes, source, image);
+  };
   switch (source.places) {
     case CodePlaces::kInt4:
-      repack_code_words<CodePlaces::kInt4><<<1024, 256, 0, s>>>(shape, codes, source, image);
-      break;
+      return run(repack_code_words<CodePlaces::kInt4>);
     case CodePlaces::kTable:
-      repack_code_words<CodePlaces::kTable><<<1024, 256, 0, s>>>(shape, codes, source, image);
-      break;
+      return run(repack_code_words<CodePlaces::kTable>);
     case CodePlaces::kInt6:
-      repack_code_words<CodePlaces::kInt6><<<1024, 256, 0, s>>>(shape, codes, source, image);
-      break;
+      return run(repack_code_words<CodePlaces::kInt6>);
     case CodePlaces::kE4m3:
-      repack_code_words<CodePlaces::kE4m3><<<1024, 256, 0, s>>>(shape, codes, source, image);
-      break;
+      return run(repack_code_words<CodePlaces::kE4m3>);
     default:
-      repack_code_words<CodePlaces::kBytes><<<1024, 256, 0, s>>>(shape, codes, source, image);
+      return run(repack_code_words<CodePlaces::kBytes>);
   }
-  return static_cast<int>(cudaGetLastError());
 }
 
 }  // namespace moesaic::cuda

@@ -90,6 +90,8 @@ int launch_gate(const GateParams& params, GateKernel kernel, const DeviceTraits&
 int launch_gate_one_wave(const GateParams& params, void* stream);
 int launch_gate_resident_weights(const GateParams& params, const DeviceTraits& device,
                                  void* stream);
+// More rows than kMostGateTokens, whose tiles a grid does not count, are several launches.
+inline constexpr std::int64_t kMostGateTokens = std::int64_t{1} << 21;
 int launch_gate_tiled_pipeline(const GateParams& params, const DeviceTraits& device, void* stream);
 
 // How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.

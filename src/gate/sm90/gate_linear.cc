@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -80,6 +81,12 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
                               weight.shape.to_string()));
   }
   MOESAIC_RETURN_IF_ERROR(check("gate weight", weight));
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (weight.dim(0) > kMost || weight.dim(1) > kMost) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("gate weight: got {}, need at most {} experts and columns",
+                              weight.shape.to_string(), kMost));
+  }
   CudaGate gate;
   gate.rounding_ = rounding;
   MOESAIC_ASSIGN_OR_RETURN(gate.device_, current_device_traits());

@@ -7,10 +7,10 @@ namespace moesaic::cuda {
 namespace {
 
 constexpr std::int64_t kOneWaveTokens = 16;
-constexpr std::int64_t kFp32RowsTokens = 32;                 // of the specialised fp32 tier
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 21;  // on tensor cores
-constexpr std::int32_t kLongest = 1 << 20;                   // elements of a row on tensor cores
-constexpr std::int32_t kShortest = 64;                       // of several parts: a chunk wraps once
+constexpr std::int64_t kFp32RowsTokens = 32;  // of the specialised fp32 tier
+constexpr std::int64_t kAnyTokens = std::numeric_limits<std::int64_t>::max();
+constexpr std::int32_t kLongest = 1 << 20;  // elements of a row on tensor cores
+constexpr std::int32_t kShortest = 64;      // of several parts: a chunk wraps once
 
 bool fits_tensor_cores(const GateParams& p) {
   const bool alike = p.x_dtype == (p.weight_f16 ? DType::kF16 : DType::kBF16) && !p.weight_f32;
@@ -90,7 +90,9 @@ TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& d
         ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
     const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.depth() * 2;
     const int chunks = gate_slice_steps(p.depth()) * kGateGroups / g.cluster;
-    const std::int64_t waves = (tiles - 1) / device.clusters_at_once(g.cluster) + 1;
+    const int at_once = device.clusters_at_once(g.cluster);
+    if (at_once < 1) continue;
+    const std::int64_t waves = (tiles - 1) / at_once + 1;
     const double time = std::max(static_cast<double>(waves) * (cost.start + chunks * cost.chunk),
                                  bytes / device.l2_bytes_per_us);
     if (least > 0 && time >= least) continue;
@@ -110,11 +112,11 @@ GatePlan::GatePlan(const GateParams& params, const DeviceTraits& device) : count
     const std::int64_t one_wave = one_wave_tokens(params);
     add(one_wave, GateKernel::kOneWave);
     add(resident_tokens(params, one_wave, device), GateKernel::kResidentWeights);
-    add(kMostTokens, GateKernel::kTiledPipeline);
-  } else if (has_fp32_rows(params)) {
-    add(kFp32RowsTokens, GateKernel::kFp32Rows);
+    add(kAnyTokens, GateKernel::kTiledPipeline);
+    return;
   }
-  add(std::numeric_limits<std::int64_t>::max(), GateKernel::kWarpPerLogit);
+  if (has_fp32_rows(params)) add(kFp32RowsTokens, GateKernel::kFp32Rows);
+  add(kAnyTokens, GateKernel::kWarpPerLogit);
 }
 
 GateKernel GatePlan::of(std::int64_t tokens) const {

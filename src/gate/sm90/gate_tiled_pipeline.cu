@@ -7,8 +7,10 @@
 // tokens.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
+#include "core/fault.h"
 #include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/wgmma.cuh"
@@ -271,8 +273,17 @@ int launch_tiles(const GateParams& p, const DeviceTraits& device, void* stream) 
 
 int launch_gate_tiled_pipeline(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  return p.weight_f16 ? launch_tiles<ptx::F16>(p, device, stream)
-                      : launch_tiles<ptx::BF16>(p, device, stream);
+  for (std::int64_t first = 0; first < p.tokens; first += kMostGateTokens) {
+    GateParams slice = p;
+    const std::int64_t row = MOESAIC_FAULT(cuda_gate_launches_have_the_first_rows) ? 0 : first;
+    slice.x = static_cast<const std::uint16_t*>(p.x) + row * p.hidden;
+    slice.logits = p.logits + first * p.experts;
+    slice.tokens = std::min(p.tokens - first, kMostGateTokens);
+    const int error = p.weight_f16 ? launch_tiles<ptx::F16>(slice, device, stream)
+                                   : launch_tiles<ptx::BF16>(slice, device, stream);
+    if (error != 0) return error;
+  }
+  return 0;
 }
 
 }  // namespace moesaic::cuda

@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "gate/sm90/round_logits.h"
 
 namespace moesaic::cuda {
@@ -42,10 +43,8 @@ __global__ void __launch_bounds__(kRoundThreads)
 int launch_round_logits(const RoundLogitsParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (p.count == 0) return 0;
-  const std::int64_t blocks = (p.count + kRoundThreads - 1) / kRoundThreads;
-  round_logits_kernel<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kRoundThreads, 0,
-                        static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(round_logits_kernel, looping_blocks(p.count, kRoundThreads), kRoundThreads,
+                       0, stream, p);
 }
 
 }  // namespace moesaic::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "layer/sm90/balance_ops.h"
 
 namespace moesaic::cuda {
@@ -60,15 +61,12 @@ int launch_balance_ids(const BalanceState& state, const std::int32_t* ids, std::
   if (count == 0) return 0;
   const auto blocks =
       static_cast<unsigned>(std::min((count + kThreads - 1) / kThreads, kMostBlocks));
-  balance_ids<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(state, ids, count,
-                                                                          mapped);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(balance_ids, blocks, kThreads, 0, stream, state, ids, count, mapped);
 }
 
 int launch_balance_step(const BalanceState& state, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  balance_step<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(state);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(balance_step, 1, kThreads, 0, stream, state);
 }
 
 }  // namespace moesaic::cuda

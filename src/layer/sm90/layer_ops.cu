@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/sum_epilogue.cuh"
 #include "layer/sm90/layer_ops.h"
 
@@ -54,51 +55,41 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_for(std::int64_t count) {
-  const std::int64_t blocks = (count + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
-}
-
 }  // namespace
 
 int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std::uint16_t* to,
                          void* stream) {
   if (count == 0) return 0;
-  round_to_bf16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
-                                                                                       count, to);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(round_to_bf16, looping_blocks(count, kThreads), kThreads, 0, stream, from,
+                       dtype, count, to);
 }
 
 int launch_round_to_f16(const float* from, std::int64_t count, std::uint16_t* to, void* stream) {
   if (count == 0) return 0;
-  round_to_f16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, count,
-                                                                                      to);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(round_to_f16, looping_blocks(count, kThreads), kThreads, 0, stream, from,
+                       count, to);
 }
 
 int launch_widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to,
                         void* stream) {
   if (count == 0) return 0;
-  widen_to_f32<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
-                                                                                      count, to);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(widen_to_f32, looping_blocks(count, kThreads), kThreads, 0, stream, from,
+                       dtype, count, to);
 }
 
 int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t row_bytes, void* to,
                       void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (rows == 0) return 0;
-  clear_rows<<<blocks_for(rows * row_bytes / 2), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      mask, rows, row_bytes / 2, static_cast<std::uint16_t*>(to));
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(clear_rows, looping_blocks(rows * row_bytes / 2, kThreads), kThreads, 0,
+                       stream, mask, rows, row_bytes / 2, static_cast<std::uint16_t*>(to));
 }
 
 int launch_layer_combine(const LayerCombineParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (p.tokens == 0) return 0;
-  combine_layer<<<blocks_for(p.tokens * p.hidden), kThreads, 0,
-                  static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(combine_layer, looping_blocks(p.tokens * p.hidden, kThreads), kThreads, 0,
+                       stream, p);
 }
 
 }  // namespace moesaic::cuda

@@ -61,6 +61,8 @@ struct CudaAllToAll::Impl {
   }
   std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
   Status allocate(const std::vector<std::int32_t>& owners);
+  Result<Prepared> prepare(const PrepareArgs& args);
+  Status finalize(const FinalizeArgs& args) const;
   Status plan(void* stream);
   Status pack(void* stream);
   Status exchange_rows(void* stream);
@@ -311,17 +313,22 @@ Result<std::int64_t> CudaAllToAll::workspace_size(std::int64_t tokens) const {
 }
 
 Result<Prepared> CudaAllToAll::prepare(const PrepareArgs& args) const {
-  Impl& m = *impl_;
-  if (const Status bad = check_device_rows(m.own_rows(), args); !bad.ok()) return m.give_up(bad);
-  m.mine = {args.hidden_states.dim(0), args.hidden_states.data, args.topk_ids.as<std::int32_t>(),
-            args.topk_weights.as<float>()};
-  const DeviceScope scope(m.device.index());
+  // Whatever it is that fails: the others learn of it instead of waiting.
+  Result<Prepared> prepared = impl_->prepare(args);
+  return prepared.ok() ? std::move(prepared) : impl_->give_up(prepared.status());
+}
+
+Result<Prepared> CudaAllToAll::Impl::prepare(const PrepareArgs& args) {
+  MOESAIC_RETURN_IF_ERROR(check_device_rows(own_rows(), args));
+  mine = {args.hidden_states.dim(0), args.hidden_states.data, args.topk_ids.as<std::int32_t>(),
+          args.topk_weights.as<float>()};
+  const DeviceScope scope(device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   void* const stream = args.stream.handle;
-  MOESAIC_RETURN_IF_ERROR(m.plan(stream));
-  MOESAIC_RETURN_IF_ERROR(m.pack(stream));
-  MOESAIC_RETURN_IF_ERROR(m.exchange_rows(stream));
-  return m.unpack(stream);
+  MOESAIC_RETURN_IF_ERROR(plan(stream));
+  MOESAIC_RETURN_IF_ERROR(pack(stream));
+  MOESAIC_RETURN_IF_ERROR(exchange_rows(stream));
+  return unpack(stream);
 }
 
 Status CudaAllToAll::withdraw(const Status& reason, bool, std::span<std::byte>) const {
@@ -329,15 +336,17 @@ Status CudaAllToAll::withdraw(const Status& reason, bool, std::span<std::byte>) 
 }
 
 Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
-  const Impl& m = *impl_;
+  const Status status = impl_->finalize(args);
+  return status.ok() ? status : impl_->give_up(status);
+}
+
+Status CudaAllToAll::Impl::finalize(const FinalizeArgs& args) const {
+  const Impl& m = *this;
   void* const stream = args.stream.handle;
-  const auto check = [&]() -> Status {
-    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", args.output.dtype));
-    MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.mine.tokens, m.hidden}));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
-    return expect_device("output", args.output, m.device);
-  };
-  if (const Status bad = check(); !bad.ok()) return m.give_up(bad);
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", args.output.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.mine.tokens, m.hidden}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
+  MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, m.device));
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   const std::int64_t bytes = m.answer_bytes();

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "prepare_finalize/sm90/fit_rows.h"
 
 namespace moesaic::cuda {
@@ -35,13 +36,9 @@ int launch_fit_rows(const FitRowsParams& params, void* stream) {
   if (count == 0) return 0;
   const auto blocks =
       static_cast<unsigned>(std::min((count + kThreads - 1) / kThreads, kMostBlocks));
-  auto* const s = static_cast<cudaStream_t>(stream);
-  if (params.element_bytes == 2) {
-    fit_rows<std::uint16_t><<<blocks, kThreads, 0, s>>>(params);
-  } else {
-    fit_rows<std::uint32_t><<<blocks, kThreads, 0, s>>>(params);
-  }
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(
+      params.element_bytes == 2 ? fit_rows<std::uint16_t> : fit_rows<std::uint32_t>, blocks,
+      kThreads, 0, stream, params);
 }
 
 }  // namespace moesaic::cuda

@@ -27,6 +27,8 @@ struct PaddedRows::Impl {
   std::int64_t tokens = 0;
   TensorView inner_results;
 
+  Result<Prepared> prepare(const PrepareArgs& args);
+  Status finalize(const FinalizeArgs& args) const;
   // Rows of `hidden` columns with zeros behind them, or the front of rows that have more.
   Status pad(const char* what, void* to, const void* from, DType dtype, std::int64_t rows,
              void* stream) const {
@@ -89,49 +91,53 @@ Status PaddedRows::withdraw(const Status& reason, bool prepared,
 }
 
 Result<Prepared> PaddedRows::prepare(const PrepareArgs& args) const {
-  Impl& m = *impl_;
-  const Status bad = check_device_rows({m.max_tokens, m.hidden, m.top_k, m.device, m.row}, args);
-  if (!bad.ok()) return withdraw(bad, /*prepared=*/false, {});
-  m.tokens = args.hidden_states.dim(0);
-  const DeviceScope scope(m.device.index());
+  // Whatever it is that fails: the others learn of it instead of waiting.
+  Result<Prepared> prepared = impl_->prepare(args);
+  return prepared.ok() ? std::move(prepared) : withdraw(prepared.status(), /*prepared=*/false, {});
+}
+
+Result<Prepared> PaddedRows::Impl::prepare(const PrepareArgs& args) {
+  MOESAIC_RETURN_IF_ERROR(check_device_rows({max_tokens, hidden, top_k, device, row}, args));
+  tokens = args.hidden_states.dim(0);
+  const DeviceScope scope(device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   void* const stream = args.stream.handle;
   MOESAIC_RETURN_IF_ERROR(
-      m.pad("dispatch: pad", m.sent.as<void>(), args.hidden_states.data, m.row, m.tokens, stream));
-  PrepareArgs carried = args;
-  carried.hidden_states = {m.sent.as<std::byte>(), m.row, Shape{m.tokens, m.carried}, m.device};
-  MOESAIC_ASSIGN_OR_RETURN(Prepared p, m.inner->prepare(carried));
-  m.inner_results = p.expert_output;
+      pad("dispatch: pad", sent.as<void>(), args.hidden_states.data, row, tokens, stream));
+  PrepareArgs padded = args;
+  padded.hidden_states = {sent.as<std::byte>(), row, Shape{tokens, carried}, device};
+  MOESAIC_ASSIGN_OR_RETURN(Prepared p, inner->prepare(padded));
+  inner_results = p.expert_output;
   const std::int64_t rows = p.hidden_states.dim(0);
   MOESAIC_RETURN_IF_ERROR(
-      m.trim("dispatch: trim", m.arrived.as<void>(), p.hidden_states.data, m.row, rows, stream));
-  p.hidden_states = {m.arrived.as<std::byte>(), m.row, Shape{rows, m.hidden}, m.device};
-  p.expert_output = {m.results.as<std::byte>(), p.expert_output.dtype,
-                     Shape{p.expert_output.dim(0), m.hidden}, m.device};
+      trim("dispatch: trim", arrived.as<void>(), p.hidden_states.data, row, rows, stream));
+  p.hidden_states = {arrived.as<std::byte>(), row, Shape{rows, hidden}, device};
+  p.expert_output = {results.as<std::byte>(), p.expert_output.dtype,
+                     Shape{p.expert_output.dim(0), hidden}, device};
   return p;
 }
 
 Status PaddedRows::finalize(const FinalizeArgs& args) const {
-  const Impl& m = *impl_;
-  const auto check = [&]() -> Status {
-    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", args.output.dtype));
-    MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.tokens, m.hidden}));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
-    return expect_device("output", args.output, m.device);
-  };
-  if (const Status bad = check(); !bad.ok()) return withdraw(bad, /*prepared=*/true, {});
-  const DeviceScope scope(m.device.index());
+  const Status status = impl_->finalize(args);
+  return status.ok() ? status : withdraw(status, /*prepared=*/true, {});
+}
+
+Status PaddedRows::Impl::finalize(const FinalizeArgs& args) const {
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", args.output.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {tokens, hidden}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
+  MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, device));
+  const DeviceScope scope(device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   void* const stream = args.stream.handle;
-  const TensorView& to = m.inner_results;
+  const TensorView& to = inner_results;
   MOESAIC_RETURN_IF_ERROR(
-      m.pad("combine: pad", to.data, m.results.as<void>(), to.dtype, to.dim(0), stream));
-  FinalizeArgs carried = args;
-  carried.expert_output = to;
-  carried.output = {m.sum.as<std::byte>(), args.output.dtype, Shape{m.tokens, m.carried}, m.device};
-  MOESAIC_RETURN_IF_ERROR(m.inner->finalize(carried));
-  return m.trim("combine: trim", args.output.data, m.sum.as<void>(), args.output.dtype, m.tokens,
-                stream);
+      pad("combine: pad", to.data, results.as<void>(), to.dtype, to.dim(0), stream));
+  FinalizeArgs padded = args;
+  padded.expert_output = to;
+  padded.output = {sum.as<std::byte>(), args.output.dtype, Shape{tokens, carried}, device};
+  MOESAIC_RETURN_IF_ERROR(inner->finalize(padded));
+  return trim("combine: trim", args.output.data, sum.as<void>(), args.output.dtype, tokens, stream);
 }
 
 std::int64_t PaddedRows::bytes() const {

@@ -182,6 +182,10 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->row_dtype = row_dtype(problem);
   impl->row_bytes =
       codes ? problem.hidden_size : problem.hidden_size * dtype_bits(impl->row_dtype) / 8;
+  if (codes && problem.hidden_size > kPeerMostGroups * 128) {
+    return unsupported(fmt::format("hidden_size: got {}, need at most {} for rows of fp8-block",
+                                   problem.hidden_size, kPeerMostGroups * 128));
+  }
   impl->groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
   impl->name = fmt::format("{}, {}, {} back", options.gather ? "gather" : "all_to_all",
                            codes ? "fp8" : row_name(impl->row_dtype), answer.name());

@@ -64,7 +64,7 @@ struct PeerTakeParams {
   PeerPlace place;
   PeerRouting routing;  // ids is not read
   std::int64_t row_bytes = 0;
-  std::int32_t groups = 0;
+  std::int32_t groups = 0;    // at most kPeerMostGroups
   std::byte* rows = nullptr;  // [R * T, row_bytes]; null: they are read in the window
   float* scale = nullptr;     // [groups][scale_stride]
   std::int64_t scale_stride = 0;
@@ -73,6 +73,8 @@ struct PeerTakeParams {
   bool all_ids = true;             // false: also ids of rows that are not there stay as they were
   std::int64_t likely_tokens = 0;  // of a rank, for the number of blocks only
 };
+// Whose scales of a tile of rows fit shared memory.
+inline constexpr std::int64_t kPeerMostGroups = 640;
 int launch_peer_take(const PeerTakeParams& params, void* stream);
 
 // What the experts here made of those rows, to where they came from; then the words.

@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "prepare_finalize/sm90/rank_rows.h"
 
 namespace moesaic::cuda {
@@ -200,80 +201,55 @@ __global__ void __launch_bounds__(kThreads)
   if (i < count) to[i] = weights[i] == 0.0F ? -1 : ids[i];
 }
 
-unsigned blocks_for(std::int64_t count) {
-  const std::int64_t blocks = (count + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
-}
-cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
-int launched() { return static_cast<int>(cudaGetLastError()); }
-
 }  // namespace
 
 int launch_send_plan(const SendPlanParams& p, void* stream) {
-  send_plan<<<static_cast<unsigned>(p.ranks), kPlanThreads, 0, stream_of(stream)>>>(p);
-  return launched();
+  return launch_kernel(send_plan, static_cast<unsigned>(p.ranks), kPlanThreads, 0, stream, p);
 }
 
 int launch_pack_rows(const MessageRow& row, const RowArrays& from, const std::int32_t* index,
                      std::int64_t count, std::byte* to, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (count == 0) return 0;
-  pack_rows<<<static_cast<unsigned>(count), kThreads, 0, stream_of(stream)>>>(row, from, index,
-                                                                              row.bytes(), to);
-  return launched();
+  return launch_kernel(pack_rows, static_cast<unsigned>(count), kThreads, 0, stream, row, from,
+                       index, row.bytes(), to);
 }
 
 int launch_unpack_rows(const MessageRow& row, const std::byte* from, std::int64_t count,
                        const RowArrays& to, std::int64_t first, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (count == 0) return 0;
-  unpack_rows<<<static_cast<unsigned>(count), kThreads, 0, stream_of(stream)>>>(
-      row, from, row.bytes(), to, first);
-  return launched();
+  return launch_kernel(unpack_rows, static_cast<unsigned>(count), kThreads, 0, stream, row, from,
+                       row.bytes(), to, first);
 }
 
 int launch_sum_answers(const AnswerParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (p.tokens == 0) return 0;
   const auto blocks = static_cast<unsigned>(p.tokens);
-  if (p.bf16) {
-    sum_answers<true><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
-  } else {
-    sum_answers<false><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
-  }
-  return launched();
+  return launch_kernel(p.bf16 ? sum_answers<true> : sum_answers<false>, blocks, kThreads, 0, stream,
+                       p);
 }
 
 int launch_sum_slots(const AnswerParams& p, void* stream) {
   if (p.tokens == 0) return 0;
   const auto blocks = static_cast<unsigned>(p.tokens);
-  if (p.bf16) {
-    sum_slots<true><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
-  } else {
-    sum_slots<false><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
-  }
-  return launched();
+  return launch_kernel(p.bf16 ? sum_slots<true> : sum_slots<false>, blocks, kThreads, 0, stream, p);
 }
 
 int launch_sum_in_order(const void* parts, int num_parts, std::int64_t count, bool bf16, void* sum,
                         void* stream) {
   if (count == 0) return 0;
-  if (bf16) {
-    sum_in_order<true>
-        <<<blocks_for(count), kThreads, 0, stream_of(stream)>>>(parts, num_parts, count, sum);
-  } else {
-    sum_in_order<false>
-        <<<blocks_for(count), kThreads, 0, stream_of(stream)>>>(parts, num_parts, count, sum);
-  }
-  return launched();
+  return launch_kernel(bf16 ? sum_in_order<true> : sum_in_order<false>,
+                       looping_blocks(count, kThreads), kThreads, 0, stream, parts, num_parts,
+                       count, sum);
 }
 
 int launch_drop_weightless(const std::int32_t* ids, const float* weights, std::int64_t count,
                            std::int32_t* to, void* stream) {
   if (count == 0) return 0;
-  drop_weightless<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0,
-                    stream_of(stream)>>>(ids, weights, count, to);
-  return launched();
+  return launch_kernel(drop_weightless, static_cast<unsigned>((count + kThreads - 1) / kThreads),
+                       kThreads, 0, stream, ids, weights, count, to);
 }
 
 }  // namespace moesaic::cuda

@@ -4,6 +4,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "prepare_finalize/sm90/slabs.h"
 
 namespace moesaic::cuda {
@@ -102,9 +103,8 @@ int launch_slot_rows(const SlotRowsParams& params, void* stream) {
   if (params.slots == 0) return 0;
   const bool vectors = params.slabs_dtype == params.dtype &&
                        params.columns * (dtype_bits(params.dtype) / 8) % 16 == 0;
-  copy_slot_rows<<<static_cast<unsigned>(std::min(params.slots, kMostBlocks)), kFillThreads, 0,
-                   static_cast<cudaStream_t>(stream)>>>(params, vectors);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(copy_slot_rows, static_cast<unsigned>(std::min(params.slots, kMostBlocks)),
+                       kFillThreads, 0, stream, params, vectors);
 }
 
 int launch_fill_slabs(const FillSlabsParams& params, void* stream) {
@@ -115,9 +115,9 @@ int launch_fill_slabs(const FillSlabsParams& params, void* stream) {
   const bool vectors = params.weights == nullptr && params.x_dtype == params.dtype &&
                        address % 16 == 0 && params.x_stride * element % 16 == 0 &&
                        params.columns * element % 16 == 0;
-  fill_slabs<<<static_cast<unsigned>(std::min<std::int64_t>(params.pairs, kMostBlocks)),
-               kFillThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, vectors);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(fill_slabs,
+                       static_cast<unsigned>(std::min<std::int64_t>(params.pairs, kMostBlocks)),
+                       kFillThreads, 0, stream, params, vectors);
 }
 
 }  // namespace moesaic::cuda

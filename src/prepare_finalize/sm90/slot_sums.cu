@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "prepare_finalize/sm90/slabs.h"
 #include "prepare_finalize/sm90/slot_sums.h"
 
@@ -49,9 +50,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_slots(const __grid_constant__
 int launch_slot_sums(const SlotSumsParams& params, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (params.tokens == 0) return 0;
-  sum_slots<<<static_cast<unsigned>(params.tokens), kSumThreads, 0,
-              static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(sum_slots, static_cast<unsigned>(params.tokens), kSumThreads, 0, stream,
+                       params);
 }
 
 }  // namespace moesaic::cuda

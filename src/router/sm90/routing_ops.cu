@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/launch.cuh"
 #include "router/sm90/routing_ops.h"
 
 namespace moesaic::cuda {
@@ -65,17 +66,14 @@ int launch_take_routing(const TakeRoutingParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (p.tokens == 0) return 0;
   const auto blocks = static_cast<unsigned>((p.tokens + kRoutingThreads - 1) / kRoutingThreads);
-  take_routing<<<blocks, kRoutingThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(take_routing, blocks, kRoutingThreads, 0, stream, p);
 }
 
 int launch_zero_expert_rows(const ZeroExpertRowsParams& p, void* stream) {
   const std::int64_t count = p.tokens * p.hidden;
   if (count == 0) return 0;
-  const std::int64_t blocks = (count + kRoutingThreads - 1) / kRoutingThreads;
-  zero_expert_rows<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kRoutingThreads, 0,
-                     static_cast<cudaStream_t>(stream)>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return launch_kernel(zero_expert_rows, looping_blocks(count, kRoutingThreads), kRoutingThreads, 0,
+                       stream, p);
 }
 
 }  // namespace moesaic::cuda
