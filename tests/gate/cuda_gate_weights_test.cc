@@ -166,7 +166,7 @@ TEST(CudaGateLinear, PartsAreWithinTheBound) {
 TEST(CudaGateLinear, MoreRowsThanALaunchTakesHaveTheirBits) {
   REQUIRE_HOPPER();
   using enum DType;
-  constexpr std::int64_t kExperts = 3, kHidden = 64, kPeriod = 1 << 12;
+  constexpr std::int64_t kExperts = 3, kHidden = 64, kPeriod = 4095;
   constexpr std::int64_t kRows = (std::int64_t{1} << 21) + 3 * 64 + 5;
   test::Rng rng(13);
   const Tensor few = test::random_normal(rng, kBF16, {kPeriod, kHidden});

@@ -62,7 +62,7 @@ DeviceTensor rows_of(const Tensor& all, std::int64_t first, std::int64_t rows) {
 Status run_captured(const ModularKernel& kernel, ModularKernel::Args args) {
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
   args.stream.handle = stream;
   const Status status = kernel.run(args);
