@@ -23,7 +23,7 @@ from typing import Any
 
 import moesaic
 
-from ._errors import InternalError, InvalidArgument, Unsupported
+from ._errors import InternalError, InvalidArgument, NotFound, Unsupported
 
 __all__ = ["from_pretrained"]
 
@@ -117,12 +117,7 @@ def from_pretrained(
     if not layers:
         raise Unsupported(f"{folder}: got no MoE layers of model type {checkpoint.model_type}")
     total = sum(checkpoint.layer_bytes(layer) for layer in layers)
-    config = hf.pop("config", None)
-    if config is None:
-        names = ("trust_remote_code", "code_revision")
-        config = transformers.AutoConfig.from_pretrained(folder, **{n: hf[n] for n in names if n in hf})
-    else:
-        config = copy.deepcopy(config)  # the caller's stays as it is
+    config, hf = _configuration(folder, hf)
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):
         inner = None
@@ -139,7 +134,6 @@ def from_pretrained(
         config.quantization_config = {"quant_method": METHOD, "plan": number, "inner": inner}
         if str(device) != "cpu":
             hf["device_map"] = str(device)
-        hf.setdefault("dtype", "auto")
         loader = transformers.AutoModelForCausalLM if model_class is None else model_class
         try:
             model = loader.from_pretrained(folder, config=config, local_files_only=True, **hf)
@@ -153,17 +147,53 @@ def from_pretrained(
 
 def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str:
     """A local folder with the files of a model."""
-    if os.path.isdir(model_id):
-        return model_id
+    path = os.path.expanduser(model_id)
+    if os.path.isdir(path):
+        return path
     if model_id.endswith(".gguf"):
         raise Unsupported(
             f"{model_id}: got a GGUF file, need a folder with config.json and safetensors; "
             "moesaic.FusedMoE.from_checkpoint reads single layers of GGUF files"
         )
+    if os.path.isabs(path) or model_id.startswith(("~", "./", "../")):  # none is a name on the hub
+        raise NotFound(f"{model_id}: no such folder")
     hub: Any = importlib.import_module("huggingface_hub")
     return str(
         hub.snapshot_download(model_id, revision=revision, local_files_only=local_files_only, allow_patterns=_FILES)
     )
+
+
+# Arguments of transformers' that its classes of configurations would take as theirs.
+_NOT_OF_CONFIGURATIONS = (
+    "adapter_kwargs",
+    "cache_dir",
+    "code_revision",
+    "dtype",
+    "force_download",
+    "proxies",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+
+
+def _configuration(folder: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and what of the arguments it leaves for the model.
+
+    Without a configuration among them it is made as transformers makes it: arguments that it has
+    entries for replace those.
+    """
+    hf = dict(given)
+    older = hf.pop("torch_dtype", None)  # as transformers 4 calls it
+    if hf.get("dtype") is None:
+        hf["dtype"] = "auto" if older is None else older
+    config = hf.pop("config", None)
+    if config is not None:
+        return copy.deepcopy(config), hf  # the caller's stays as it is
+    kept = {name: hf.pop(name) for name in _NOT_OF_CONFIGURATIONS if name in hf}
+    remote = {name: kept[name] for name in ("trust_remote_code", "code_revision") if name in kept}
+    config, rest = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **remote, **hf)
+    return config, rest | kept
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:

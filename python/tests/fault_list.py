@@ -116,6 +116,20 @@ FILES = {
         "test_from_pretrained.py",
         "callers_configuration",
     ),
+    "entries_of_configurations_left_to_the_model": (
+        "_from_pretrained.py",
+        "**remote, **hf)\n",
+        "**remote)\n    rest = hf\n",
+        "test_from_pretrained.py",
+        "entries_of_the_configuration",
+    ),
+    "older_name_of_the_dtype_ignored": (
+        "_from_pretrained.py",
+        '"auto" if older is None else older',
+        '"auto"',
+        "test_from_pretrained.py",
+        "both_names",
+    ),
     "vllm_graph_breaks": (
         "vllm.py",
         "compiling = torch.compiler.is_compiling()",
