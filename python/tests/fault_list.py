@@ -160,10 +160,31 @@ FILES = {
     ),
     "failed_packing_not_undone": (
         "transformers.py",
-        "model.set_submodule(name, kept.pop(name))",
+        "_put_back(model, name, kept.pop(name))",
         "pass",
         "test_transformers.py",
         "undone",
+    ),
+    "one_place_of_shared_experts": (
+        "transformers.py",
+        "model.named_modules(remove_duplicate=False)",
+        "model.named_modules()",
+        "test_transformers.py",
+        "several_places",
+    ),
+    "hooks_lost": (
+        "transformers.py",
+        "object.__setattr__(module, hooks, vars(original)[hooks])",
+        "pass",
+        "test_transformers.py",
+        "hooks",
+    ),
+    "partly_released_and_saved": (
+        "transformers.py",
+        "        if released:\n",
+        "        if False:\n",
+        "test_transformers.py",
+        "after_the_first_release",
     ),
     "originals_not_released": (
         "transformers.py",
