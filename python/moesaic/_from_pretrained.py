@@ -52,6 +52,7 @@ class _Plan:
     options: dict[str, Any]  # of RoutedExperts.from_checkpoint
     progress: Callable[[int, int], object]
     names: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> layer
+    top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> as the model has it
     rows: list[Any] = dataclasses.field(default_factory=list)  # of the report
 
 
@@ -302,6 +303,12 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
     return names
 
 
+def _top_k(model: Any, name: str) -> int:
+    """Of the model's configuration, which may be the caller's, and not of the checkpoint's."""
+    top_k_of: Callable[[Any, Any], int] = importlib.import_module("moesaic._recognise").top_k_of
+    return top_k_of(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
+
+
 def _check(name: str, module: Any, spec: Any) -> None:
     """Raises where a module computes something else than the checkpoint's layer says."""
     if getattr(module, "has_post_expert_norm", False):
@@ -386,6 +393,7 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         self._plan.names = _match(model, self._plan.checkpoint)
         for name in self._plan.names:
+            self._plan.top_k[name] = _top_k(model, name)
             model.set_submodule(name, _Reserved())
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
         kind = set if ignored is None else type(ignored)  # a list in some versions
@@ -468,7 +476,9 @@ def _pack(model: Any, plan: _Plan) -> None:
         def advance(done: int, of: int, before: int = before, size: int = sizes[layer]) -> None:
             plan.progress(before + (size * done // of if of else size), total)
 
-        experts = moesaic.RoutedExperts.from_checkpoint(plan.checkpoint, layer, progress=advance, **plan.options)
+        experts = moesaic.RoutedExperts.from_checkpoint(
+            plan.checkpoint, layer, progress=advance, top_k=plan.top_k[name], **plan.options
+        )
         before += sizes[layer]
         plan.progress(before, total)
         module = module_class(experts)

@@ -28,6 +28,7 @@ BINDING = {
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
     "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
+    "python_first_expert_not_converted": ("test_layers.py", "checked_as_they_will_be"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }
 # The same, in what only a GPU runs: not run here.
@@ -243,6 +244,13 @@ FILES = {
         "fp8_experts_are",
     ),
     "any_fp8_block": ("_recognise.py", "block != (128, 128) or", "", "test_recognise.py", "other_kinds"),
+    "checkpoints_top_k_for_the_models": (
+        "_from_pretrained.py",
+        "top_k=plan.top_k[name], ",
+        "",
+        "test_from_pretrained.py",
+        "another_number_of_experts",
+    ),
     "loaded_activation_unchecked": (
         "_from_pretrained.py",
         "    _check_activation(name, module, spec.activation, gated)\n",

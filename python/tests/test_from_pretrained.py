@@ -367,6 +367,21 @@ def test_entries_of_the_configuration_are_arguments(name, value):
         from_pretrained(MODELS / "mini-qwen3-moe", progress=False, no_such_entry=1)
 
 
+@pytest.mark.parametrize("given", ["argument", "configuration"])
+def test_another_number_of_experts_than_the_checkpoints(given):
+    named = {"num_experts_per_tok": 2}
+    if given == "configuration":
+        config = transformers.AutoConfig.from_pretrained(MODELS / "mini-qwen3-moe")
+        config.num_experts_per_tok = 2
+        named = {"config": config}
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, dtype=torch.float32, quant="f32", **named)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        MODELS / "mini-qwen3-moe", dtype=torch.float32, num_experts_per_tok=2
+    ).eval()
+    with torch.no_grad():
+        assert relative(model(prompt()).logits, theirs(prompt()).logits) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("named", "dtype"),
     [
