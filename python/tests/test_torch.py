@@ -74,6 +74,13 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
         module.layer(x, ids, weights)
 
 
+def test_empty_weights_are_not_taken_for_none(own: OwnExperts) -> None:
+    with pytest.raises(moesaic.InvalidArgument, match="num_experts: got 0, need at least 1"):
+        moesaic.RoutedExperts.from_tensors(torch.zeros(0, 256, 128), torch.zeros(0, 128, 128), 2)
+    with pytest.raises(moesaic.InvalidShape, match=r"w13_bias: got \[8, 0\], need elements"):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, w13_bias=torch.zeros(8, 0))
+
+
 def test_weights_that_negate_their_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
     w13, w2 = (torch._neg_view(torch.from_numpy(w)) for w in (own.w13, own.w2))
     for arguments, name in (((w13, own.w2), "w13"), ((own.w13, w2), "w2")):
