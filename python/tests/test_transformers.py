@@ -476,7 +476,13 @@ def test_nothing_changes_when_one_module_is_refused() -> None:
     experts.down_proj = torch.nn.Parameter(torch.randn(8, 64, 40))
     with pytest.raises(moesaic.Unsupported, match=r"layers\.1\.mlp\.experts: .*multiple of 32"):
         mt.accelerate(narrow, quant="mxfp8", progress=False)
-    for other in (fine, narrow):
+    # So is a value that the format does not have, where the first expert has it.
+    large = tiny("qwen3_moe")
+    with torch.no_grad():
+        large.model.layers[1].mlp.experts.down_proj[0, 3, 5] = 1e30
+    with pytest.raises(moesaic.Unsupported, match=r"layers\.1\.mlp\.experts: .*which F16 cannot hold"):
+        mt.accelerate(large, quant="f16", progress=False)
+    for other in (fine, narrow, large):
         assert not any(isinstance(m, mt.MoesaicExperts) for m in other.modules())
     with pytest.raises(moesaic.Error, match="cuda"):
         mt.accelerate(tiny("qwen3_moe"), device="cuda:63", progress=False)
