@@ -280,6 +280,20 @@ FILES = {
         "attention_stays",
     ),
     "load_per_slot_not_share": ("plot.py", "weight / total if total else 0.0", "weight", "test_plot.py", "shares"),
+    "pictures_of_any_name": (
+        "plot.py",
+        "        _check_options(options)\n",
+        "",
+        "test_plot.py",
+        "says_in_a_line",
+    ),
+    "strides_kept_in_the_output": (
+        "torch.py",
+        "    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)\n",
+        "    out = torch.empty_like(hidden)\n",
+        "test_torch.py",
+        "strided_hidden_states",
+    ),
     "matplotlib_imported_early": (
         "plot.py",
         "import dataclasses\n",
