@@ -112,8 +112,8 @@ FILES = {
     ),
     "callers_configuration_changed": (
         "_from_pretrained.py",
-        "config = copy.deepcopy(config)",
-        "pass",
+        "return copy.deepcopy(config), hf",
+        "return config, hf",
         "test_from_pretrained.py",
         "callers_configuration",
     ),
