@@ -23,7 +23,7 @@ from typing import Any
 
 import moesaic
 
-from ._errors import InternalError, InvalidArgument, NotFound, Unsupported
+from ._errors import Error, InternalError, InvalidArgument, NotFound, Unsupported
 
 __all__ = ["from_pretrained"]
 
@@ -52,7 +52,7 @@ class _Plan:
     options: dict[str, Any]  # of RoutedExperts.from_checkpoint
     progress: Callable[[int, int], object]
     names: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> layer
-    top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> as the model has it
+    top_k: dict[str, int | None] = dataclasses.field(default_factory=dict)  # module -> as the model has it
     rows: list[Any] = dataclasses.field(default_factory=list)  # of the report
 
 
@@ -303,10 +303,13 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
     return names
 
 
-def _top_k(model: Any, name: str) -> int:
-    """Of the model's configuration, which may be the caller's, and not of the checkpoint's."""
+def _top_k(model: Any, name: str) -> int | None:
+    """Of the model's configuration, which may be the caller's; None, the checkpoint's, where none says it."""
     top_k_of: Callable[[Any, Any], int] = importlib.import_module("moesaic._recognise").top_k_of
-    return top_k_of(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
+    try:
+        return top_k_of(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
+    except Error:
+        return None
 
 
 def _check(name: str, module: Any, spec: Any) -> None:

@@ -382,6 +382,15 @@ def test_another_number_of_experts_than_the_checkpoints(given):
         assert relative(model(prompt()).logits, theirs(prompt()).logits) <= 1e-5
 
 
+def test_the_checkpoints_number_of_experts_where_the_model_says_none(monkeypatch):
+    def silent(*_):
+        raise moesaic.InvalidArgument("top_k: nothing says it")
+
+    monkeypatch.setattr("moesaic._recognise.top_k_of", silent)
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+    assert [module.layer.spec.top_k for module in experts_of(model).values()] == [4]
+
+
 @pytest.mark.parametrize(
     ("named", "dtype"),
     [
