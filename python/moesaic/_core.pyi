@@ -17,6 +17,9 @@ class Tensor:
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """InvalidDType for the types that NumPy does not have."""
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -448,13 +451,13 @@ class RoutedExperts:
     @staticmethod
     def check_tensors(w13: Any, w2: Any, top_k: int, *, quant: str = 'as-is', stored: str | None = None, activation: str | Activation = 'silu', gate_up: str = 'gate_then_up', transposed: bool = False, apply_router_weight_on_input: bool = False, drop_ids_beyond: bool = False, device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None, w13_scale: Any = None, w13_bias: Any = None, w2_scale: Any = None, w2_bias: Any = None, w13_global_scale: Any = None, w2_global_scale: Any = None, w13_channel_scale: Any = None, w2_channel_scale: Any = None, w13_zero: Any = None, w2_zero: Any = None, w13_min: Any = None, w2_min: Any = None, w13_input_scale: Any = None, w2_input_scale: Any = None, w13_perm: Any = None, w2_perm: Any = None) -> Explanation:
         """
-        Raises what from_tensors would with these arguments, looking at sizes, formats, options, the device and the first expert's tensors, and packs nothing. Left for the packing: values of the other experts that are not finite, memory.
+        Raises what from_tensors would with these arguments, looking at sizes, formats, options, the device and the first expert's values, and packs nothing. Left for the packing: values of the other experts that the format does not have, memory.
         """
 
     @staticmethod
-    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None) -> RoutedExperts:
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None, top_k: int | None = None) -> RoutedExperts:
         """
-        The routed experts of one layer, without its gate, router and shared experts.
+        The routed experts of one layer, without its gate, router and shared experts. top_k: of a caller who chooses another number of experts than the checkpoint does.
         """
 
     @staticmethod

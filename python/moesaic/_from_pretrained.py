@@ -23,7 +23,7 @@ from typing import Any
 
 import moesaic
 
-from ._errors import InternalError, InvalidArgument, Unsupported
+from ._errors import Error, InternalError, InvalidArgument, NotFound, Unsupported
 
 __all__ = ["from_pretrained"]
 
@@ -52,6 +52,7 @@ class _Plan:
     options: dict[str, Any]  # of RoutedExperts.from_checkpoint
     progress: Callable[[int, int], object]
     names: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> layer
+    top_k: dict[str, int | None] = dataclasses.field(default_factory=dict)  # module -> as the model has it
     rows: list[Any] = dataclasses.field(default_factory=list)  # of the report
 
 
@@ -117,12 +118,7 @@ def from_pretrained(
     if not layers:
         raise Unsupported(f"{folder}: got no MoE layers of model type {checkpoint.model_type}")
     total = sum(checkpoint.layer_bytes(layer) for layer in layers)
-    config = hf.pop("config", None)
-    if config is None:
-        names = ("trust_remote_code", "code_revision")
-        config = transformers.AutoConfig.from_pretrained(folder, **{n: hf[n] for n in names if n in hf})
-    else:
-        config = copy.deepcopy(config)  # the caller's stays as it is
+    config, hf = _configuration(folder, hf)
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):
         inner = None
@@ -139,7 +135,6 @@ def from_pretrained(
         config.quantization_config = {"quant_method": METHOD, "plan": number, "inner": inner}
         if str(device) != "cpu":
             hf["device_map"] = str(device)
-        hf.setdefault("dtype", "auto")
         loader = transformers.AutoModelForCausalLM if model_class is None else model_class
         try:
             model = loader.from_pretrained(folder, config=config, local_files_only=True, **hf)
@@ -153,17 +148,53 @@ def from_pretrained(
 
 def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str:
     """A local folder with the files of a model."""
-    if os.path.isdir(model_id):
-        return model_id
+    path = os.path.expanduser(model_id)
+    if os.path.isdir(path):
+        return path
     if model_id.endswith(".gguf"):
         raise Unsupported(
             f"{model_id}: got a GGUF file, need a folder with config.json and safetensors; "
             "moesaic.FusedMoE.from_checkpoint reads single layers of GGUF files"
         )
+    if os.path.isabs(path) or model_id.startswith(("~", "./", "../")):  # none is a name on the hub
+        raise NotFound(f"{model_id}: no such folder")
     hub: Any = importlib.import_module("huggingface_hub")
     return str(
         hub.snapshot_download(model_id, revision=revision, local_files_only=local_files_only, allow_patterns=_FILES)
     )
+
+
+# Arguments of transformers' that its classes of configurations would take as theirs.
+_NOT_OF_CONFIGURATIONS = (
+    "adapter_kwargs",
+    "cache_dir",
+    "code_revision",
+    "dtype",
+    "force_download",
+    "proxies",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+
+
+def _configuration(folder: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and what of the arguments it leaves for the model.
+
+    Without a configuration among them it is made as transformers makes it: arguments that it has
+    entries for replace those.
+    """
+    hf = dict(given)
+    older = hf.pop("torch_dtype", None)  # as transformers 4 calls it
+    if hf.get("dtype") is None:
+        hf["dtype"] = "auto" if older is None else older
+    config = hf.pop("config", None)
+    if config is not None:
+        return copy.deepcopy(config), hf  # the caller's stays as it is
+    kept = {name: hf.pop(name) for name in _NOT_OF_CONFIGURATIONS if name in hf}
+    remote = {name: kept[name] for name in ("trust_remote_code", "code_revision") if name in kept}
+    config, rest = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **remote, **hf)
+    return config, rest | kept
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:
@@ -272,6 +303,15 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
     return names
 
 
+def _top_k(model: Any, name: str) -> int | None:
+    """Of the model's configuration, which may be the caller's; None, the checkpoint's, where none says it."""
+    top_k_of: Callable[[Any, Any], int] = importlib.import_module("moesaic._recognise").top_k_of
+    try:
+        return top_k_of(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
+    except Error:
+        return None
+
+
 def _check(name: str, module: Any, spec: Any) -> None:
     """Raises where a module computes something else than the checkpoint's layer says."""
     if getattr(module, "has_post_expert_norm", False):
@@ -356,6 +396,7 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         self._plan.names = _match(model, self._plan.checkpoint)
         for name in self._plan.names:
+            self._plan.top_k[name] = _top_k(model, name)
             model.set_submodule(name, _Reserved())
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
         kind = set if ignored is None else type(ignored)  # a list in some versions
@@ -438,7 +479,9 @@ def _pack(model: Any, plan: _Plan) -> None:
         def advance(done: int, of: int, before: int = before, size: int = sizes[layer]) -> None:
             plan.progress(before + (size * done // of if of else size), total)
 
-        experts = moesaic.RoutedExperts.from_checkpoint(plan.checkpoint, layer, progress=advance, **plan.options)
+        experts = moesaic.RoutedExperts.from_checkpoint(
+            plan.checkpoint, layer, progress=advance, top_k=plan.top_k[name], **plan.options
+        )
         before += sizes[layer]
         plan.progress(before, total)
         module = module_class(experts)

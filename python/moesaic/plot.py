@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._errors import InvalidArgument, InvalidShape, NotFound, Unsupported
+from ._errors import Error, InvalidArgument, InvalidShape, NotFound, Unsupported
 
 __all__ = ["ExpertLoad", "LayerLoad", "expert_load", "main", "record"]
 
@@ -107,14 +107,16 @@ def record(model: Any, input_ids: Any) -> ExpertLoad:
 
     input_ids: [T] or [1, T]. Every experts module that is called with hidden states, ids [T, k] and
     weights is listened to, so the model's own experts and Moesaic's give the same picture. Raises
-    `moesaic.InvalidArgument` for a batch of several texts and `moesaic.Unsupported` for a model in
-    which no such module is called.
+    `moesaic.InvalidArgument` for a batch of several texts or an empty one, and `moesaic.Unsupported`
+    for a model in which no such module is called.
     """
     torch: Any = importlib.import_module("torch")
     if input_ids.dim() == 1:
         input_ids = input_ids[None]
     if input_ids.shape[0] != 1:
         raise InvalidArgument(f"input_ids: got a batch of {input_ids.shape[0]} texts, need one")
+    if input_ids.shape[1] == 0:
+        raise InvalidArgument("input_ids: got no tokens, need at least one")
     layers: dict[int, LayerLoad] = {}
 
     def listen(name: str) -> Any:
@@ -164,12 +166,14 @@ def expert_load(
     even load.
 
     labels: what is written below the tokens, one each. layers: which ones and in what order, all if
-    None. Raises `moesaic.NotFound` for a layer that was not recorded and `ImportError` without
-    matplotlib.
+    None. Raises `moesaic.NotFound` for a layer that was not recorded, `moesaic.InvalidArgument` for
+    no layer at all and `ImportError` without matplotlib.
     """
     # Not pyplot: it would choose a window system, and keep every figure.
     figures: Any = importlib.import_module("matplotlib.figure")
     chosen = list(load.layers) if layers is None else list(layers)
+    if not chosen:
+        raise InvalidArgument(f"layers: got none, need some of {sorted(load.layers)}")
     for number in chosen:
         if number not in load.layers:
             raise NotFound(f"layers: got {number}, need some of {sorted(load.layers)}")
@@ -225,9 +229,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="folder with config.json and safetensors")
     parser.add_argument("--text", default="First Citizen:\nBefore we proceed any further, hear me speak.\n")
     parser.add_argument("--out", type=Path, default=Path("expert-load.png"), help=".png, .svg or .pdf")
-    parser.add_argument("--layers", type=int, nargs="*", help="which ones; all")
+    parser.add_argument("--layers", type=int, nargs="+", help="which ones; all")
     parser.add_argument("--quant", default="as-is", help="scheme of the experts")
     options = parser.parse_args(arguments)
+    try:
+        _check_options(options)
+        _draw(options)
+    except (Error, OSError, ValueError, ImportError) as error:  # the user's, and transformers' words for it
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises for what would be found only when the model has been read."""
+    canvas: Any = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase
+    kinds = sorted(canvas.get_supported_filetypes())
+    if options.out.suffix.removeprefix(".").lower() not in kinds:
+        raise InvalidArgument(f"--out: got {options.out}, need a name that ends in one of .{', .'.join(kinds)}")
+    if not options.out.absolute().parent.is_dir():
+        raise NotFound(f"--out: got {options.out}, whose folder does not exist")
+    if options.out.is_dir():
+        raise InvalidArgument(f"--out: got {options.out}, which is a folder, need the name of a file")
+    if not options.text:
+        raise InvalidArgument("--text: got an empty text, need at least one token")
+
+
+def _draw(options: argparse.Namespace) -> None:
     torch: Any = importlib.import_module("torch")
     load_model: Any = importlib.import_module("moesaic._from_pretrained").from_pretrained
     model = load_model(options.model, quant=options.quant)
@@ -239,7 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, part in load.layers.items():
         print(f"layer {number}: {len(part.ids)} tokens, busiest expert {part.imbalance():.2f} times the even load")
     print(f"written: {options.out}")
-    return 0
 
 
 def _tokens(folder: str, text: str, vocabulary: int) -> tuple[list[int], list[str]]:

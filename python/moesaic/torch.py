@@ -49,7 +49,7 @@ def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number:
         )
     if hidden.is_cuda and weights.dtype != torch.float32:
         weights = weights.float()
-    out = torch.empty_like(hidden)
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     layer(hidden, ids, weights, out=out)
     return out
 
@@ -59,7 +59,7 @@ def _run_tensor(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, 
 
 
 def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: object) -> torch.Tensor:
-    return torch.empty_like(hidden)
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
 def _no_backward(ctx: Any, gradient: torch.Tensor) -> None:

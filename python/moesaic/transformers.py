@@ -179,6 +179,16 @@ except ImportError:
     pass
 
 
+# Hooks of a module around its forward(). The replacement shares these, so that their handles stay valid.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module | None]]:
     for name, module in model.named_modules():
         if _recognise.is_experts(module):
@@ -272,6 +282,10 @@ def _plan(
     model: torch.nn.Module, quant: str, device: Any, max_tokens: int, keep_refused: bool
 ) -> dict[str, _recognise.Described | str]:
     """What each experts module is, or, if refused modules are kept, why it isn't taken. Changes nothing."""
+    if _recognise.is_experts(model):
+        raise InvalidArgument(
+            f"model: got a {type(model).__name__} itself, need the model or the block that holds it, to put another there"
+        )
     plans: dict[str, _recognise.Described | str] = {}
     for name, module, parent in _modules(model):
         try:
@@ -313,8 +327,12 @@ def accelerate(
     are not finite, memory, Ctrl-C) leaves the modules before it replaced if their originals are released, and
     none with ``release=False``.
 
+    Forward hooks of a module are its replacement's from then on; other attributes are not carried over. A module
+    that is in several places is packed once and replaced in all.
+
     From then on ``state_dict()`` and ``save_pretrained()`` of the model raise Unsupported: they would lack the
-    experts. restore() ends that.
+    experts. restore() ends that. ``save_pretrained()`` of a larger model, of which this one is a part, refuses too,
+    but may have written its configuration by then.
     """
     if on_unsupported not in ("raise", "keep"):
         raise InvalidArgument(f'on_unsupported: got {on_unsupported!r}, need "raise" or "keep"')
@@ -322,6 +340,7 @@ def accelerate(
     kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
     rows: list[Row] = []
     replaced: list[str] = []
+    released = False
     report_progress = _bar(progress)
     try:
         report_progress(0, len(plans))
@@ -338,6 +357,7 @@ def accelerate(
                 original = _replace(model, name, layer, found.num_experts)
                 del found
                 if release:
+                    released = True
                     _release(original, layer)
                 else:
                     kept[name] = original
@@ -346,21 +366,33 @@ def accelerate(
             report_progress(i + 1, len(plans))
     except BaseException:
         for name in replaced:
-            model.set_submodule(name, kept.pop(name))
+            _put_back(model, name, kept.pop(name))
+        if released:
+            refuse_saving(model)
         raise
     object.__setattr__(model, "_moesaic_originals", kept)
-    refuse_saving(model)
+    if any(not row.reason for row in rows):
+        refuse_saving(model)
     return Report(tuple(rows))
 
 
 def _replace(model: torch.nn.Module, name: str, layer: RoutedExperts, num_experts: int) -> torch.nn.Module:
-    """Puts packed experts in the place of a module, which it returns."""
+    """Puts packed experts in all places of a module, which it returns."""
     original = model.get_submodule(name)
     module = MoesaicExperts(layer)
     module.num_experts = num_experts  # some models look at it
     module.train(original.training)
-    model.set_submodule(name, module)
+    for hooks in _HOOKS:
+        if hooks in vars(original):
+            object.__setattr__(module, hooks, vars(original)[hooks])
+    for place in _places(model, original):
+        model.set_submodule(place, module)
     return original
+
+
+def _places(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
+    """All names of a module: layers may share it."""
+    return [name for name, found in model.named_modules(remove_duplicate=False) if found is module]
 
 
 def _release(module: torch.nn.Module, layer: RoutedExperts) -> None:
@@ -370,12 +402,21 @@ def _release(module: torch.nn.Module, layer: RoutedExperts) -> None:
         torch.cuda.empty_cache()
 
 
+def _put_back(model: torch.nn.Module, name: str, original: torch.nn.Module) -> None:
+    for place in _places(model, model.get_submodule(name)):
+        model.set_submodule(place, original)
+
+
 def restore(model: torch.nn.Module) -> int:
-    """Puts back what ``accelerate(model, release=False)`` replaced; returns how many modules that were."""
+    """Puts back what ``accelerate(model, release=False)`` replaced; returns how many modules that were.
+
+    They are as they were: what changed the dtype or the device of the model in between (``model.to()``,
+    ``model.half()``) did not reach them, and is to be done again.
+    """
     kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
     for name, module in kept.items():
         module.train(model.get_submodule(name).training)
-        model.set_submodule(name, module)
+        _put_back(model, name, module)
     count = len(kept)
     kept.clear()
     if not any(isinstance(module, MoesaicExperts) for module in model.modules()):

@@ -114,7 +114,13 @@ void bind_files(nb::module_& m) {
       .def(
           "layer", [](const Checkpoint& c, int index) { return unwrap(c.layer(index)); },
           nb::arg("index"))
-      .def("layer_bytes", &Checkpoint::layer_bytes, nb::arg("index"))
+      .def(
+          "layer_bytes",
+          [](const Checkpoint& c, int index) {
+            check(c.layer(index).status());
+            return c.layer_bytes(index);
+          },
+          nb::arg("index"))
       .def("problems", &Checkpoint::problems)
       .def("read_tensor", &read_tensor, nb::arg("name"),
            nb::sig("def read_tensor(self, name: str) -> Tensor"),

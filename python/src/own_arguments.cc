@@ -115,11 +115,16 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
     }
     const TensorArg& tensor = keep.emplace_back(name, value);
     tensor.check_not_negated(name);
-    if (tensor.present()) own.tensors.*found->member = tensor.view();
+    if (!tensor.present()) continue;
+    own.tensors.*found->member = tensor.view();
+    if (!tensor.view().present()) {  // without memory it would pass for a tensor that was not given
+      raise(StatusCode::kInvalidShape,
+            fmt::format("{}: got {}, need elements", name, tensor.view().shape.to_string()));
+    }
   }
   keep[0].check_not_negated("w13");
   keep[1].check_not_negated("w2");
-  if (!own.tensors.w13.present() || !own.tensors.w2.present()) {
+  if (!keep[0].present() || !keep[1].present()) {
     raise(StatusCode::kInvalidArgument, "w13, w2: got None, need a tensor each");
   }
 

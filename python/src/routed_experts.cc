@@ -1,9 +1,12 @@
 // moesaic.RoutedExperts.
 #include <memory>
 
+#include "core/fault.h"
 #include "errors.h"
 #include "experts/problem_checks.h"
 #include "layer.h"
+#include "layer/load_sources.h"
+#include "layer/quant_selection.h"
 #include "own_arguments.h"
 #include "specs.h"
 #include "weight_loader.h"
@@ -55,13 +58,14 @@ Result<MoeLayerWeights> experts_alone(Result<MoeLayerWeights> weights) {
 RoutedLayer* routed_from_checkpoint(const Checkpoint& checkpoint, int layer,
                                     const std::string& quant, nb::handle device,
                                     std::int64_t max_tokens, nb::handle num_threads,
-                                    const std::optional<std::string>& backend,
-                                    nb::handle progress) {
+                                    const std::optional<std::string>& backend, nb::handle progress,
+                                    std::optional<std::int64_t> top_k) {
   const FusedMoE::Options options =
       experts_options(quant, device, max_tokens, num_threads, backend);
   CallGuard guard(progress);
-  return new RoutedLayer(create_guarded(
-      experts_alone(load_guarded(checkpoint, layer, options, &guard)), options, &guard));
+  Result<MoeLayerWeights> weights = experts_alone(load_guarded(checkpoint, layer, options, &guard));
+  if (weights.ok() && top_k) weights->spec.routing.top_k = *top_k;
+  return new RoutedLayer(create_guarded(std::move(weights), options, &guard));
 }
 
 RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
@@ -121,6 +125,31 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
   return made;
 }
 
+// What packing would find in the first expert: as it is given, and converted where `quant` says so.
+Status check_first_expert(const OwnArguments& own, ExpertSource& given, const std::string& quant) {
+  MoeProblem problem;
+  problem.num_experts = problem.num_local_experts = own.spec.num_experts;
+  problem.top_k = own.spec.routing.top_k;
+  problem.hidden_size = own.spec.hidden_size;
+  problem.intermediate_size = own.spec.intermediate_size;
+  problem.activation = own.spec.activation;
+  problem.quant = own.spec.quant;
+  problem.activation_dtype = own.spec.activation_dtype;
+  problem.has_expert_bias = own.spec.has_expert_bias;
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView stored, given.expert(0));
+  MOESAIC_RETURN_IF_ERROR(experts::check_expert_weights(problem, stored, 0));
+  MOESAIC_ASSIGN_OR_RETURN(const layer::QuantPlan plan,
+                           layer::plan_quant(problem.quant, problem.activation_dtype, quant));
+  const bool as_given = plan.conversion == layer::LoadConversion::kNone;
+  if (as_given || MOESAIC_FAULT(python_first_expert_not_converted)) return Status();
+  problem.quant = plan.scheme;
+  problem.activation_dtype = plan.activation_dtype;
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> source,
+                           layer::make_converting_source(given, plan));
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView converted, source->expert(0));
+  return experts::check_expert_weights(problem, converted, 0);
+}
+
 LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
                                const std::string& quant, const std::optional<std::string>& stored,
                                nb::handle activation, const std::string& gate_up, bool transposed,
@@ -129,24 +158,20 @@ LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k
                                const std::optional<std::string>& backend, nb::handle progress,
                                const nb::kwargs& fields) {
   static_cast<void>(drop_ids_beyond);  // of calls alone
-  static_cast<void>(progress);         // nothing takes long
+  static_cast<void>(progress);         // of one expert there is none
 
   const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
                                          apply_router_weight_on_input, fields);
   const FusedMoE::Options options =
       experts_options(quant, device, max_tokens, num_threads, backend);
   LayerExplanation explanation = unwrap(check_options({own.spec, own.spec.quant}, options));
-  MoeProblem problem;
-  problem.num_experts = problem.num_local_experts = own.spec.num_experts;
-  problem.top_k = top_k;
-  problem.hidden_size = own.spec.hidden_size;
-  problem.intermediate_size = own.spec.intermediate_size;
-  problem.activation = own.spec.activation;
-  problem.quant = own.spec.quant;
-  problem.activation_dtype = own.spec.activation_dtype;
-  problem.has_expert_bias = own.spec.has_expert_bias;
   const std::unique_ptr<ExpertSource> source = unwrap(make_own_source(own.weights));
-  check(experts::check_expert_weights(problem, unwrap(source->expert(0)), 0));
+  Status first;
+  {
+    const nb::gil_scoped_release released;
+    first = check_first_expert(own, *source, quant);
+  }
+  check(first.with_context("experts"));
   return explanation;
 }
 
@@ -229,20 +254,22 @@ void bind_routed_experts(nb::module_& m) {
           ") -> Explanation"),
       "Raises what from_tensors would with these arguments, looking at sizes, formats, options, "
       "the "
-      "device and the first expert's tensors, and packs nothing. Left for the packing: values of "
+      "device and the first expert's values, and packs nothing. Left for the packing: values of "
       "the "
-      "other experts that are not finite, memory.");
+      "other experts that the format does not have, memory.");
   routed.def_static(
       "from_checkpoint", &routed_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
       nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu",
       nb::arg("max_tokens") = 512, nb::arg("num_threads").none() = nb::none(),
       nb::arg("backend") = nb::none(), nb::arg("progress").none() = nb::none(),
+      nb::arg("top_k") = nb::none(),
       nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', "
               "device: typing.Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, "
               "backend: str | None = None, "
-              "progress: collections.abc.Callable[[int, int], object] | None = None) -> "
-              "RoutedExperts"),
-      "The routed experts of one layer, without its gate, router and shared experts.");
+              "progress: collections.abc.Callable[[int, int], object] | None = None, "
+              "top_k: int | None = None) -> RoutedExperts"),
+      "The routed experts of one layer, without its gate, router and shared experts. top_k: of a "
+      "caller who chooses another number of experts than the checkpoint does.");
   routed.def_static(
       "from_loader", &routed_from_loader, nb::arg("loader"), nb::kw_only(),
       nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,

@@ -144,6 +144,20 @@ nb::dict array_interface(const OwnedTensor& self) {
   return d;
 }
 
+// Who calls this is NumPy where it found no __array_interface__, or a caller by name.
+nb::object as_array(nb::handle self, nb::handle dtype, nb::handle copy) {
+  const DType own = nb::cast<const OwnedTensor&>(self).tensor->dtype();
+  if (names_of(own).numpy == nullptr) {
+    raise(StatusCode::kInvalidDType,
+          fmt::format("__array__: got {}, which NumPy does not have, need float32() of it, or "
+                      "torch.from_dlpack",
+                      dtype_name(own)));
+  }
+  nb::object made = nb::module_::import_("numpy").attr("asarray")(self, dtype);
+  if (!copy.is_none() && PyObject_IsTrue(copy.ptr()) == 1) return made.attr("copy")();
+  return made;
+}
+
 }  // namespace
 
 nb::object wrap_tensor(Tensor tensor) {
@@ -166,6 +180,11 @@ void bind_tensor(nb::module_& m) {
           nb::sig("def __dlpack_device__(self) -> tuple[int, int]"))
       .def_prop_ro("__array_interface__", &array_interface,
                    nb::sig("def __array_interface__(self) -> dict[str, typing.Any]"))
+      .def("__array__", &as_array, nb::arg("dtype").none() = nb::none(),
+           nb::arg("copy").none() = nb::none(),
+           nb::sig("def __array__(self, dtype: typing.Any = None, copy: bool | None = None) -> "
+                   "typing.Any"),
+           "InvalidDType for the types that NumPy does not have.")
       .def_prop_ro("shape", &shape_of, nb::sig("def shape(self) -> tuple[int, ...]"))
       .def_prop_ro(
           "dtype", [](const OwnedTensor& t) { return std::string(dtype_name(t.tensor->dtype())); },

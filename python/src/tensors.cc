@@ -115,7 +115,28 @@ const TypeRow* row_of_dtype_attribute(nb::handle object, std::string* name) {
 
 bool is_numpy(nb::handle object) {
   const std::string name = class_name(object);
-  return name.starts_with("numpy.") || name == "ndarray";
+  if (name.starts_with("numpy.") || name == "ndarray") return true;
+  const nb::dict modules = nb::module_::import_("sys").attr("modules");
+  if (!modules.contains("numpy")) return false;
+  const nb::object numpy = modules["numpy"];
+  return nb::hasattr(numpy, "ndarray") &&
+         PyObject_IsInstance(object.ptr(), nb::object(numpy.attr("ndarray")).ptr()) == 1;
+}
+
+// An array of numpy.ma hands over its values and not which of them count.
+void check_not_masked(std::string_view field, nb::handle object) {
+  static PyTypeObject* plain = nullptr;  // numpy.ndarray, once seen: it is asked nothing, and kept
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  if (type == plain) return;
+  if (nb::hasattr(object, "mask") && nb::hasattr(object, "filled")) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("{}: got a {}, whose mask would be ignored, need filled() of it", field,
+                      class_name(object)));
+  }
+  if (plain == nullptr && is_numpy(object)) {
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    plain = type;
+  }
 }
 
 [[noreturn]] void raise_dtype(std::string_view field, const std::string& found) {
@@ -160,6 +181,7 @@ TensorArg::TensorArg(std::string_view field, nb::handle object) : object_(object
   } else if (is_torch_tensor(object)) {
     from_dlpack(field, object);
   } else if (nb::hasattr(object, "__array_interface__")) {
+    check_not_masked(field, object);
     from_array_interface(field, nb::dict(object.attr("__array_interface__")), false);
   } else if (nb::hasattr(object, "__dlpack__")) {
     from_dlpack(field, object);

@@ -28,6 +28,7 @@ BINDING = {
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
     "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
+    "python_first_expert_not_converted": ("test_layers.py", "checked_as_they_will_be"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }
 # The same, in what only a GPU runs: not run here.
@@ -111,10 +112,24 @@ FILES = {
     ),
     "callers_configuration_changed": (
         "_from_pretrained.py",
-        "config = copy.deepcopy(config)",
-        "pass",
+        "return copy.deepcopy(config), hf",
+        "return config, hf",
         "test_from_pretrained.py",
         "callers_configuration",
+    ),
+    "entries_of_configurations_left_to_the_model": (
+        "_from_pretrained.py",
+        "**remote, **hf)\n",
+        "**remote)\n    rest = hf\n",
+        "test_from_pretrained.py",
+        "entries_of_the_configuration",
+    ),
+    "older_name_of_the_dtype_ignored": (
+        "_from_pretrained.py",
+        '"auto" if older is None else older',
+        '"auto"',
+        "test_from_pretrained.py",
+        "both_names",
     ),
     "vllm_graph_breaks": (
         "vllm.py",
@@ -146,10 +161,31 @@ FILES = {
     ),
     "failed_packing_not_undone": (
         "transformers.py",
-        "model.set_submodule(name, kept.pop(name))",
+        "_put_back(model, name, kept.pop(name))",
         "pass",
         "test_transformers.py",
         "undone",
+    ),
+    "one_place_of_shared_experts": (
+        "transformers.py",
+        "model.named_modules(remove_duplicate=False)",
+        "model.named_modules()",
+        "test_transformers.py",
+        "several_places",
+    ),
+    "hooks_lost": (
+        "transformers.py",
+        "object.__setattr__(module, hooks, vars(original)[hooks])",
+        "pass",
+        "test_transformers.py",
+        "hooks",
+    ),
+    "partly_released_and_saved": (
+        "transformers.py",
+        "        if released:\n",
+        "        if False:\n",
+        "test_transformers.py",
+        "after_the_first_release",
     ),
     "originals_not_released": (
         "transformers.py",
@@ -208,6 +244,13 @@ FILES = {
         "fp8_experts_are",
     ),
     "any_fp8_block": ("_recognise.py", "block != (128, 128) or", "", "test_recognise.py", "other_kinds"),
+    "checkpoints_top_k_for_the_models": (
+        "_from_pretrained.py",
+        "top_k=plan.top_k[name], ",
+        "",
+        "test_from_pretrained.py",
+        "another_number_of_experts",
+    ),
     "loaded_activation_unchecked": (
         "_from_pretrained.py",
         "    _check_activation(name, module, spec.activation, gated)\n",
@@ -237,6 +280,20 @@ FILES = {
         "attention_stays",
     ),
     "load_per_slot_not_share": ("plot.py", "weight / total if total else 0.0", "weight", "test_plot.py", "shares"),
+    "pictures_of_any_name": (
+        "plot.py",
+        "        _check_options(options)\n",
+        "",
+        "test_plot.py",
+        "says_in_a_line",
+    ),
+    "strides_kept_in_the_output": (
+        "torch.py",
+        "    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)\n",
+        "    out = torch.empty_like(hidden)\n",
+        "test_torch.py",
+        "strided_hidden_states",
+    ),
     "matplotlib_imported_early": (
         "plot.py",
         "import dataclasses\n",

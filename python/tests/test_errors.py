@@ -70,6 +70,16 @@ def test_missing_files_and_layers_are_not_found(qwen3: pathlib.Path, tmp_path: p
         moesaic.Checkpoint(tmp_path / "nothing")
     with pytest.raises(moesaic.NotFound, match="need one of the MoE layers"):
         moesaic.FusedMoE.from_checkpoint(moesaic.Checkpoint(qwen3), 77)
+    for read in (moesaic.Checkpoint(qwen3).layer, moesaic.Checkpoint(qwen3).layer_bytes):
+        with pytest.raises(moesaic.NotFound, match="layer: got 0, need one of the MoE layers: 1"):
+            read(0)
+
+
+def test_formats_of_files_are_told_from_unknown_schemes(own: OwnExperts) -> None:
+    with pytest.raises(moesaic.NotFound, match='"q4_k", a format that only files have, need "as-is" for'):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant="q4_k")
+    with pytest.raises(moesaic.NotFound, match='nearest is "fp8-block"'):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant="fp8_block")
 
 
 def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:

@@ -351,3 +351,63 @@ def test_a_callers_configuration_stays_as_it_is(tmp_path):
         assert config.to_dict() == before
         with torch.no_grad():
             assert torch.equal(models[0](prompt()).logits, models[1](prompt()).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_cache", False), ("output_hidden_states", True), ("pad_token_id", 3), ("tie_word_embeddings", True)],
+)
+def test_entries_of_the_configuration_are_arguments(name, value):
+    """As in transformers: what the configuration has an entry for is that entry, the rest the model's."""
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, trust_remote_code=False, **{name: value})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(MODELS / "mini-qwen3-moe", **{name: value})
+    assert getattr(model.config, name) == getattr(theirs.config, name) == value
+    assert model.dtype == theirs.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="no_such_entry"):
+        from_pretrained(MODELS / "mini-qwen3-moe", progress=False, no_such_entry=1)
+
+
+@pytest.mark.parametrize("given", ["argument", "configuration"])
+def test_another_number_of_experts_than_the_checkpoints(given):
+    named = {"num_experts_per_tok": 2}
+    if given == "configuration":
+        config = transformers.AutoConfig.from_pretrained(MODELS / "mini-qwen3-moe")
+        config.num_experts_per_tok = 2
+        named = {"config": config}
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, dtype=torch.float32, quant="f32", **named)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        MODELS / "mini-qwen3-moe", dtype=torch.float32, num_experts_per_tok=2
+    ).eval()
+    with torch.no_grad():
+        assert relative(model(prompt()).logits, theirs(prompt()).logits) <= 1e-5
+
+
+def test_the_checkpoints_number_of_experts_where_the_model_says_none(monkeypatch):
+    def silent(*_):
+        raise moesaic.InvalidArgument("top_k: nothing says it")
+
+    monkeypatch.setattr("moesaic._recognise.top_k_of", silent)
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+    assert [module.layer.spec.top_k for module in experts_of(model).values()] == [4]
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [
+        ({"torch_dtype": torch.float32}, torch.float32),
+        ({"torch_dtype": "float16", "dtype": None}, torch.float16),
+        ({"torch_dtype": torch.float16, "dtype": torch.float32}, torch.float32),
+        ({"dtype": None}, torch.bfloat16),
+    ],
+)
+def test_both_names_of_the_dtype(named, dtype):
+    assert from_pretrained(MODELS / "mini-qwen3-moe", progress=False, **named).dtype == dtype
+
+
+def test_a_missing_folder_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    for path in (tmp_path / "no-such", "./no-such", "../no-such", "~/no-such"):
+        with pytest.raises(moesaic.NotFound, match="no-such: no such folder"):
+            from_pretrained(path, progress=False)
+    monkeypatch.setenv("HOME", str(MODELS))
+    assert from_pretrained("~/mini-qwen3-moe", progress=False).moesaic_report.rows

@@ -168,6 +168,12 @@ def test_ids_beyond_are_dropped_where_asked_for(own: OwnExperts) -> None:
     strict = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
     with pytest.raises(moesaic.InvalidArgument, match=r"topk_ids: got 8 at \[0, 1\]"):
         strict(own.x, own.ids, own.weights)
+    own.ids[0, 1] = 2**31 - 1
+    assert np.array_equal(layer(own.x, own.ids, own.weights), result)
+    own.ids = own.ids.astype(np.int64)
+    own.ids[0, 1] = 2**31
+    with pytest.raises(moesaic.InvalidArgument, match=r"need -1 to 2\^31-1"):
+        layer(own.x, own.ids, own.weights)
 
 
 def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:
@@ -204,6 +210,25 @@ def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:
     moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, **options)
     with pytest.raises(moesaic.InvalidArgument, match="num_threads"):
         moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, num_threads=-1)
+
+
+@pytest.mark.parametrize(
+    ("quant", "value"),
+    [("fp8-block", np.inf), ("int4-g128", np.nan), ("f16", 1e30), ("bf16", 3.4e38)],
+)
+def test_first_experts_are_checked_as_they_will_be_stored(own: OwnExperts, quant: str, value: float) -> None:
+    """What a format does not have is found by the check where the first expert has it, and by packing anywhere."""
+    for expert in (0, 3):
+        w2 = own.w2.copy()
+        w2[expert, 5, 7] = value
+        with pytest.raises(moesaic.Error) as packing:
+            moesaic.RoutedExperts.from_tensors(own.w13, w2, own.top_k, quant=quant)
+        if expert == 0:
+            with pytest.raises(type(packing.value)) as checking:
+                moesaic.RoutedExperts.check_tensors(own.w13, w2, own.top_k, quant=quant)
+            assert str(checking.value) == str(packing.value)
+        else:
+            moesaic.RoutedExperts.check_tensors(own.w13, w2, own.top_k, quant=quant)
 
 
 def test_biases_of_half_precision_are_widened(own: OwnExperts) -> None:
@@ -298,6 +323,36 @@ def test_a_tensor_exports_what_it_can(own: OwnExperts) -> None:
     for version in ("a", ("a", 0), (1,), 1):
         with pytest.raises(moesaic.InvalidArgument, match="max_version: got .* need a pair of whole numbers"):
             y.__dlpack__(max_version=version)
+
+
+def test_numpy_has_no_array_of_bfloat16(qwen3: pathlib.Path) -> None:
+    tensor = moesaic.Checkpoint(qwen3).read_tensor("model.embed_tokens.weight")
+    for read in (np.asarray, np.array, type(tensor).__array__):
+        with pytest.raises(moesaic.InvalidDType, match=r"got BF16, which NumPy does not have, need float32\(\)"):
+            read(tensor)
+    wide = tensor.float32()
+    seen = np.asarray(wide)
+    assert seen.dtype == np.float32 and seen.flags.writeable and np.shares_memory(seen, wide.__array__())
+    assert wide.__array__(np.float64).dtype == np.float64
+    assert not np.shares_memory(seen, wide.__array__(copy=True))
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def test_subclasses_of_numpys_arrays(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    want = layer(own.x, own.ids, own.weights)
+    for kind in (Subclass, np.memmap):
+        result = layer(own.x.view(kind), own.ids.view(kind), own.weights)
+        assert type(result) is np.ndarray and np.array_equal(result, want)
+    masked = np.ma.masked_less(own.x, 0)
+    with pytest.raises(moesaic.InvalidArgument, match="hidden_states: got a numpy.ma.*, whose mask would be ignored"):
+        layer(masked, own.ids, own.weights)
+    assert np.isfinite(layer(masked.filled(0), own.ids, own.weights)).all()
+    with pytest.raises(moesaic.InvalidArgument, match="topk_ids: got a numpy.ma"):
+        layer(own.x, np.ma.array(own.ids), own.weights)
 
 
 def test_values_of_other_types_are_named(own: OwnExperts) -> None:

@@ -68,6 +68,8 @@ def test_bad_pictures():
         plot.expert_load(make_load(), layers=[2])
     with pytest.raises(moesaic.InvalidShape, match="got 2, need 3"):
         plot.expert_load(make_load(), labels=["a", "b"])
+    with pytest.raises(moesaic.InvalidArgument, match=r"layers: got none, need some of \[1, 3\]"):
+        plot.expert_load(make_load(), layers=[])
 
 
 def test_record_is_the_same_whoever_computes():
@@ -81,6 +83,8 @@ def test_record_is_the_same_whoever_computes():
     assert sum(ours.layers[1].counts()) == 15 * 4 and ours.layers[1].num_experts == 16
     with pytest.raises(moesaic.InvalidArgument, match="got a batch of 2 texts"):
         plot.record(None, ids.repeat(2, 1))
+    with pytest.raises(moesaic.InvalidArgument, match="got no tokens"):
+        plot.record(None, ids[:0])
     with pytest.raises(moesaic.Unsupported, match="no call of a module named experts"):
         plot.record(torch.nn.Identity(), ids)
 
@@ -93,3 +97,26 @@ def test_command(tmp_path, capsys):
     assert "<svg" in out.read_text()[:1000]
     said = capsys.readouterr().out
     assert "layer 1: 13 tokens, busiest expert" in said and f"written: {out}" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "load.xyz"], "--out: got load.xyz, need a name that ends in one of"),
+        (["--out", "load"], "--out: got load, need a name that ends in one of"),
+        (["--out", "no-such-folder/load.png"], "whose folder does not exist"),
+        (["--text", ""], "--text: got an empty text"),
+        (["--quant", "int5"], 'quant scheme: got "int5", need one of'),
+        (["--layers", "0"], r"layers: got 0, need some of [1]"),
+    ],
+)
+def test_command_says_in_a_line_what_is_wrong(arguments, said, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    assert plot.main([str(MODELS / "mini-qwen3-moe"), *arguments]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("python -m moesaic.plot: ")]
+    assert len(lines) == 1 and said in lines[0]
+    assert plot.main(["./no-such-model"]) == 1
+    assert "./no-such-model: no such folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

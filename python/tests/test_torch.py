@@ -74,6 +74,25 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
         module.layer(x, ids, weights)
 
 
+def test_empty_weights_are_not_taken_for_none(own: OwnExperts) -> None:
+    with pytest.raises(moesaic.InvalidArgument, match="num_experts: got 0, need at least 1"):
+        moesaic.RoutedExperts.from_tensors(torch.zeros(0, 256, 128), torch.zeros(0, 128, 128), 2)
+    with pytest.raises(moesaic.InvalidShape, match=r"w13_bias: got \[8, 0\], need elements"):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, w13_bias=torch.zeros(8, 0))
+
+
+def test_strided_hidden_states_are_the_ones_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = (torch.from_numpy(a) for a in (own.x, own.ids, own.weights))
+    for run in (module, torch.compile(module, fullgraph=True, backend="eager")):
+        with pytest.raises(moesaic.InvalidLayout, match="hidden_states: "):
+            run(x.T.contiguous().T, ids, weights)
+    rows = torch.stack([x, x])[:, :16].transpose(0, 1)
+    pairs = [t[:16, None].expand(-1, 2, -1).contiguous() for t in (ids, weights)]
+    with pytest.raises(moesaic.InvalidLayout, match="hidden_states: .*contiguous"):
+        module(rows, *pairs)
+    assert torch.equal(module(rows.contiguous(), *pairs)[:, 1], module(x[:16], ids[:16], weights[:16]))
+
+
 def test_weights_that_negate_their_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
     w13, w2 = (torch._neg_view(torch.from_numpy(w)) for w in (own.w13, own.w2))
     for arguments, name in (((w13, own.w2), "w13"), ((own.w13, w2), "w2")):

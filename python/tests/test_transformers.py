@@ -388,6 +388,74 @@ def test_what_fails_while_packing_is_undone_where_the_originals_are_kept() -> No
     assert kinds == [True, False], "as documented: released modules stay replaced"
 
 
+def test_a_model_whose_modules_are_all_kept_is_as_it_was(tmp_path: pathlib.Path) -> None:
+    model = tiny("mixtral")
+    report = mt.accelerate(model, quant="no-such-scheme", on_unsupported="keep", progress=False)
+    assert all("no-such-scheme" in row.reason for row in report.rows)
+    assert "model.layers.0.mlp.experts.down_proj" in model.state_dict()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_failure_after_the_first_release_refuses_saving_too() -> None:
+    def stop(done: int, total: int) -> None:
+        if done == 1:
+            raise Stop
+
+    model = tiny("qwen3_moe")
+    with pytest.raises(Stop):
+        mt.accelerate(model, progress=stop)
+    assert_not_saved(model)
+    kept = tiny("qwen3_moe")
+    with pytest.raises(Stop):
+        mt.accelerate(kept, release=False, progress=stop)
+    assert "save_pretrained" not in vars(kept) and kept.state_dict()
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_a_module_in_several_places_is_replaced_in_all(release: bool) -> None:
+    model = tiny("mixtral")
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.experts = first.experts
+    original, want = first.experts, logits(model)
+    report = mt.accelerate(model, release=release, progress=False)
+    assert len(report.rows) == 1 and isinstance(first.experts, mt.MoesaicExperts)
+    assert second.experts is first.experts and rel_l2(logits(model), want) <= 1e-5
+    if not release:
+        assert mt.restore(model) == 1
+        assert first.experts is original and second.experts is original and torch.equal(logits(model), want)
+        with pytest.raises(Stop):
+            mt.accelerate(model, release=False, progress=stop_at_the_end)
+        assert first.experts is original and second.experts is original
+
+
+def stop_at_the_end(done: int, total: int) -> None:
+    if done == total:
+        raise Stop
+
+
+def test_an_experts_module_itself_is_refused_before_it_is_packed() -> None:
+    experts = tiny("mixtral").model.layers[0].mlp.experts
+    with pytest.raises(moesaic.InvalidArgument, match="got a MixtralExperts itself, need the model or the block"):
+        mt.accelerate(experts, progress=False)
+    assert experts.down_proj.numel() > 0
+
+
+def test_hooks_and_their_handles_stay_with_the_place() -> None:
+    model, calls = tiny("mixtral"), []
+    original = model.model.layers[0].mlp.experts
+    after = original.register_forward_hook(lambda module, _, out: calls.append(type(module).__name__))
+    before = original.register_forward_pre_hook(lambda *_, **__: calls.append("before"), with_kwargs=True)
+    mt.accelerate(model, progress=False)
+    del original
+    logits(model)
+    assert calls == ["before", "MoesaicExperts"]
+    before.remove()
+    after.remove()
+    logits(model)
+    assert len(calls) == 2
+
+
 def test_nothing_changes_when_one_module_is_refused() -> None:
     model = tiny("qwen3_moe")
     last = model.model.layers[1].mlp.experts
@@ -408,7 +476,13 @@ def test_nothing_changes_when_one_module_is_refused() -> None:
     experts.down_proj = torch.nn.Parameter(torch.randn(8, 64, 40))
     with pytest.raises(moesaic.Unsupported, match=r"layers\.1\.mlp\.experts: .*multiple of 32"):
         mt.accelerate(narrow, quant="mxfp8", progress=False)
-    for other in (fine, narrow):
+    # So is a value that the format does not have, where the first expert has it.
+    large = tiny("qwen3_moe")
+    with torch.no_grad():
+        large.model.layers[1].mlp.experts.down_proj[0, 3, 5] = 1e30
+    with pytest.raises(moesaic.Unsupported, match=r"layers\.1\.mlp\.experts: .*which F16 cannot hold"):
+        mt.accelerate(large, quant="f16", progress=False)
+    for other in (fine, narrow, large):
         assert not any(isinstance(m, mt.MoesaicExperts) for m in other.modules())
     with pytest.raises(moesaic.Error, match="cuda"):
         mt.accelerate(tiny("qwen3_moe"), device="cuda:63", progress=False)

@@ -200,6 +200,13 @@ Result<Scheme> quant_scheme_from_name(std::string_view name) {
   std::vector<std::string_view> names;
   names.reserve(kSchemes.size());
   for (const Scheme& scheme : kSchemes) names.push_back(scheme.name);
+  for (const Scheme& scheme : kStoredSchemes) {
+    if (scheme.name != name) continue;
+    return Status(StatusCode::kNotFound,
+                  fmt::format("quant scheme: got \"{}\", a format that only files have, need "
+                              "\"as-is\" for such a file, or one of {}",
+                              name, fmt::join(names, ", ")));
+  }
   // The name comes from outside: quote a bounded part of it.
   return Status(StatusCode::kNotFound,
                 fmt::format("quant scheme: got \"{}\", need one of {}; nearest is \"{}\"",
