@@ -75,7 +75,8 @@ class Router {
   static Result<Router> create(const Options& options);
 
   struct Args {
-    // [M, H]; needed by custom routing and zero experts, otherwise it may be absent.
+    // [M, H]; needed by custom routing and zero experts, otherwise it may be absent. Rows may be
+    // apart (not on a GPU).
     ConstTensorView hidden_states;
     ConstTensorView router_logits;    // [M, E + zero experts] F32, BF16 or F16
     ConstTensorView input_ids;        // kHash: [M] I32
@@ -94,7 +95,7 @@ class Router {
     // done.
     std::span<std::byte> workspace = {};
   };
-  // All tensors contiguous; outputs overlap nothing. M = 0 is ordinary.
+  // All other tensors contiguous; outputs overlap nothing. M = 0 is ordinary.
   // Selection: scores in fp32 (logits widened first), slots in descending order of score (+ bias),
   // ties to the smaller id, ids of a row distinct (not with simulation, nor where a hash table or a
   // custom function repeats itself).

@@ -13,6 +13,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "core/row_span.h"
 #include "cpu/kernels.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
@@ -41,15 +42,9 @@ Status check_weight(std::string_view field, const ConstTensorView& t) {
   return expect_contiguous(field, t);
 }
 
-// Byte range that a view with strided rows touches; expect_no_overlap knows contiguous ones only.
 Status expect_rows_apart(const ConstTensorView& x, std::string_view field,
                          const ConstTensorView& other) {
-  const std::int64_t size = dtype_bits(x.dtype) / 8;
-  const std::int64_t last_row = (x.dim(0) - 1) * x.strides[0];
-  const std::int64_t low = std::min<std::int64_t>(0, last_row);
-  const std::int64_t high = std::max<std::int64_t>(0, last_row) + x.dim(1);
-  const ConstTensorView span(x.data + low * size, x.dtype, {high - low}, x.device);
-  return expect_no_overlap("hidden_states", span, field, other);
+  return expect_no_overlap("hidden_states", row_span(x), field, other);
 }
 
 }  // namespace

@@ -106,9 +106,9 @@ void Router::Impl::route_token(const Args& args, std::int64_t t, float* scratch,
   if (row.spec.num_zero_experts == 0) return;
   const std::int64_t hidden = args.hidden_states.dim(1);
   const ConstTensorView& x = args.hidden_states;
-  for (std::int64_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-    store_from_f32(args.zero_expert_output.data, args.zero_expert_output.dtype, i,
-                   zero_weight * load_as_f32(x.data, x.dtype, i));
+  for (std::int64_t h = 0; h < hidden; ++h) {
+    store_from_f32(args.zero_expert_output.data, args.zero_expert_output.dtype, t * hidden + h,
+                   zero_weight * load_as_f32(x.data, x.dtype, t * x.strides[0] + h));
   }
 }
 

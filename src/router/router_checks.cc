@@ -7,6 +7,7 @@
 
 #include "core/checked.h"
 #include "core/refusal.h"
+#include "core/row_span.h"
 #include "moesaic/log.h"
 
 namespace moesaic::router {
@@ -137,7 +138,10 @@ Status check_zero_expert_tensors(const Router::Args& args, const RoutingSpec& sp
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("hidden_states", x, x.shape));
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", x.dtype));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous("hidden_states", x));
+  if (num_tokens > 0 && x.dim(1) > 1 && x.strides[1] != 1) {
+    return {StatusCode::kInvalidLayout,
+            fmt::format("hidden_states: got a stride of {} within rows, need 1", x.strides[1])};
+  }
   MOESAIC_RETURN_IF_ERROR(expect_shape("zero_expert_output", args.zero_expert_output, x.shape));
   if (args.zero_expert_output.dtype != DType::kF32) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype("zero_expert_output", args.zero_expert_output, x.dtype));
@@ -155,7 +159,9 @@ Status check_overlaps(const Router::Args& args, bool zero_experts) {
       {"topk_ids", args.topk_ids},
       {"zero_expert_output",
        zero_experts ? ConstTensorView(args.zero_expert_output) : ConstTensorView()}};
-  const Named inputs[] = {{"hidden_states", args.hidden_states},
+  const ConstTensorView& x = args.hidden_states;
+  const bool has_rows = zero_experts && x.present() && x.dim(0) > 0;
+  const Named inputs[] = {{"hidden_states", has_rows ? row_span(x) : x},
                           {"router_logits", args.router_logits},
                           {"input_ids", args.input_ids},
                           {"padding_mask", args.padding_mask}};

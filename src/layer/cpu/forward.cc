@@ -143,9 +143,9 @@ Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
       return Status();
     }));
   }
-  if ((mesh || expert_balancer) && plan.routing.num_zero_experts > 0) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them, and
-    // they are no load.
+  if (plan.routing.num_zero_experts > 0 && !MOESAIC_FAULT(layer_identity_slots_are_computed)) {
+    // Slots of identity experts arrive as expert 0 with weight 0: it is not to be computed (an
+    // infinity there would reach the row), no row need travel for them, and they are no load.
     for (std::int64_t slot = 0; slot < rows * k; ++slot) {
       if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
     }

@@ -71,7 +71,8 @@ struct LayerWorkspace {
   std::uint16_t* rows_bf16 = nullptr;  // [M, H]
   float* rows_wide = nullptr;          // [M, H], where no other piece has such sums
   // Over ranks: rows that travel in another dtype than bf16 (at the end: sums on their way to F16), the
-  // same on their way to F16, and ids without slots of zero experts or of slots of experts that move.
+  // same on their way to F16, and ids of slots of experts that move. With zero experts on one GPU
+  // too: ids without their slots.
   float* carried = nullptr;          // [M, H] F32 or F16
   float* carried_wide = nullptr;     // [M, H]
   std::int32_t* sent_ids = nullptr;  // [M, k]

@@ -193,7 +193,8 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
     w.carried = take<float>(arena, tokens * plan.hidden_size);
     if (row == DType::kF16) w.carried_wide = take<float>(arena, tokens * plan.hidden_size);
   }
-  if (spread) w.sent_ids = take<std::int32_t>(arena, tokens * k);
+  if (spread || plan.routing.num_zero_experts > 0)
+    w.sent_ids = take<std::int32_t>(arena, tokens * k);
   // Sizes grow with tokens: a larger call's workspace holds every smaller call.
   MoeProblem problem = experts_problem(plan, gated_shared);
   std::int64_t rows_bytes = 0;

@@ -225,7 +225,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
   MOESAIC_RETURN_IF_ERROR(capture_ids(stream, w.topk_ids, k, rows.tokens));
   const std::int32_t* ids = w.topk_ids;
-  if (plan.has_zero_experts || (balance != nullptr && plan.routing.num_zero_experts > 0)) {
+  if (plan.routing.num_zero_experts > 0) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them, and
     // they are no load.
     MOESAIC_RETURN_IF_ERROR(check_call(

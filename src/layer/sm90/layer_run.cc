@@ -8,6 +8,7 @@
 #include "experts/sm90/grouped_gemm.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
+#include "prepare_finalize/sm90/rank_rows.h"
 #include "router/sm90/routing_ops.h"
 
 namespace moesaic::cuda {
@@ -27,7 +28,7 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
   // A function of the caller's stands between the kernels.
-  facts.experts_have_prologue = !plan.has_input_transform &&
+  facts.experts_have_prologue = !plan.has_input_transform && plan.routing.num_zero_experts == 0 &&
                                 plan.routing.method != RoutingMethod::kCustom &&
                                 experts->prologue(a).has_value();
   facts.gate_runs_prologue = gate && gate->runs_prologue(x_dtype, tokens);
@@ -268,6 +269,7 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
                      (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
       route(stream, rows, w, /*with_shared=*/false, plan.has_shared || measured ? nullptr : &args));
+  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, args));
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
     args.rows = CudaRows::bf16(w.latent);
@@ -297,6 +299,17 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
   return finish_rows(stream, rows, w, sum, shared_too, out);
 }
 
+Status CudaLayer::Impl::drop_identity_slots(void* stream, const LayerWorkspace& w,
+                                            CudaExpertsArgs& args) const {
+  if (plan.routing.num_zero_experts == 0 || MOESAIC_FAULT(cuda_layer_identity_slots_are_computed))
+    return {};
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("routing", launch_drop_weightless(w.topk_ids, w.topk_weights,
+                                                   args.tokens * args.top_k, w.sent_ids, stream)));
+  args.topk_ids = w.sent_ids;
+  return {};
+}
+
 Status CudaLayer::Impl::finish_rows(void* stream, const Rows& rows, const LayerWorkspace& w,
                                     float* sum, bool with_shared, const Out& out) const {
   LayerCombineParams p;
@@ -323,6 +336,7 @@ Status CudaLayer::Impl::run_routed_part(void* stream, const Rows& rows,
                                         const LayerWorkspace& w) const {
   CudaExpertsArgs args = routed_args(rows, w);
   MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, &args));
+  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, args));
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
     args.rows = CudaRows::bf16(w.latent);
