@@ -295,7 +295,9 @@ def integers(c):
     packed("ct_int4_f16_scales", 4, 32, dtype="F16")
     packed("ct_int4_channel", 4, -1)
     packed("ct_int4_zeros", 4, 32, True)
+    packed("ct_int4_signed", 4, 32, signed=True)
     packed("ct_int8_packed", 8, 64, scheme="int8-bf16")
+    packed("ct_int8_signed", 8, 64, scheme="int8-bf16", signed=True)
     packed("ct_int8_zeros", 8, 64, True, scheme="int8-bf16")
     c.add("ct_int4_actorder", compressed("pack-quantized", pack(4, 32, actorder="group")), ordered(q.packed, group=32), h=64, i=128,
           scheme="int4-g128", tp=(2, 4))
@@ -320,6 +322,9 @@ def integers(c):
     c.add("gptq_8bit", gptq(bits=8, group_size=-1), plain_linear(q.gptq, bits=8, group=-1), scheme="int8-bf16")
     c.add("gptq_8bit_zeros", gptq(bits=8, sym=False), plain_linear(q.gptq, bits=8, zeros=True), scheme="int8-bf16")
     c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))
+    c.add("gptq_signed", gptq(), plain_linear(q.gptq, signed=True), scheme="int4-g128", h=64, i=128, tp=(2,))
+    # Where the empty group's columns are is known from the index alone.
+    c.add("gptq_desc_act_empty", gptq(desc_act=True), ordered(q.gptq, empty=True), scheme="int4-g128", h=64, i=128, tp=(2,))
     c.add("gptq_two_orders", gptq(desc_act=True, sym=False), ordered(lambda *a, **k: q.gptq(*a, zeros=True, **k), shared=False), scheme="f32", h=64, i=128,
           tp=(2, 4))
     c.add("gptq_shared_two_orders", gptq(desc_act=True), ordered(q.gptq, shared=False), scheme="f32", shared=64, tp=())
@@ -332,6 +337,7 @@ def integers(c):
                                                        "+:.*experts.*": {"bits": 4}}), plain_linear(q.gptq), scheme="int4-g128", shared=64)
     awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
     c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
+    c.add("awq_signed", awq(), plain_linear(q.awq, signed=True), scheme="int4-g128", tp=(2,))
     c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),
           side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
 
