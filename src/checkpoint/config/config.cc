@@ -253,7 +253,7 @@ Result<ModelConfig> parse_checked(std::string_view text) {
   ModelConfig config;
   MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(model));
   config.model_type = model.model_type;
-  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(top, model.nested));
+  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(holders_of(top, model)));
   MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(fields));
   if (!config.stated_dtype && model.nested != nullptr) {
     MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(ConfigFields(top, "config.json")));

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "checkpoint/config/language_model.h"
 #include "checkpoint/config/linear_format.h"
 #include "moesaic/status.h"
 
@@ -73,10 +74,11 @@ struct QuantPart {
 inline constexpr const char* kExpertsPart = "routed_experts";
 inline constexpr const char* kOthersPart = "other_modules";
 
-// `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
-// then compression_config, in both; two that differ are kAmbiguousFormat. kUnsupported names the
-// method, kCorruptFile and kInvalidArgument the field.
-Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann::json* nested);
+// Looks at quantization_config, then compression_config, in every holder (holders_of); two that differ
+// are kAmbiguousFormat. kUnsupported names the method, kCorruptFile and kInvalidArgument the field.
+Result<QuantConfig> parse_quant_config(std::span<const ConfigHolder> holders);
+// At the top alone.
+Result<QuantConfig> parse_quant_config(const nlohmann::json& top);
 
 // The same from a file beside config.json: hf_quant_config.json (ModelOpt), quantize_config.json
 // (GPTQ), quant_config.json (AWQ). `name` begins every message.
