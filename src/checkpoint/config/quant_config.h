@@ -112,9 +112,19 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts, std::span<const std::string_view> projections);
 
 // The one format of all of them; kUnsupported also when groups give them several. Errors of
-// check_overrides.
+// check_overrides. kLimitExceeded: to match every name would take more than kMaxMatchSteps with
+// num_layers such layers.
 Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
                                     std::int64_t num_experts,
-                                    std::span<const std::string_view> projections);
+                                    std::span<const std::string_view> projections,
+                                    std::int64_t num_layers = 1);
+
+// Comparisons of bytes, nearly, of all layers together: seconds, or a minute of regular expressions
+// that are made to be slow. Models that list every projection of 61 layers of 384 experts need 1/4.
+inline constexpr std::uint64_t kMaxMatchSteps = std::uint64_t{1} << 32;
+
+// kLimitExceeded for more entries than can be matched with the few names of each layer that are not
+// experts'.
+Status check_match_steps(const QuantConfig& quant, std::int64_t num_layers);
 
 }  // namespace moesaic::checkpoint

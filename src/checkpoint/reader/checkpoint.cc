@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -88,6 +89,8 @@ struct Checkpoint::Impl {
     if (!parsed.ok()) return parsed.status().with_context(directory);
     config = std::move(*parsed);
     MOESAIC_RETURN_IF_ERROR(read_side_files(directory, &config.quant).with_context(directory));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::check_match_steps(config.quant, std::ssize(config.layers))
+                                .with_context(directory));
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::ShardSet set,
                              checkpoint::ShardSet::open(directory, access));
     shards = std::make_shared<const checkpoint::ShardSet>(std::move(set));
