@@ -81,8 +81,9 @@ TEST(Loader, SideFilesAndFoldersAreRefused) {
   EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path("nowhere")).status(), StatusCode::kNotFound,
                      {"nowhere", "no such folder"}),
             "");
-  EXPECT_EQ(Checkpoint::open(example.dir.path("config.json")).status().code(),
-            StatusCode::kNotFound);
+  EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path("config.json")).status(),
+                     StatusCode::kNotFound, {"config.json", "is not a folder"}),
+            "");
   EXPECT_EQ(Checkpoint::open("").status().code(), StatusCode::kNotFound);
 }
 

@@ -18,6 +18,7 @@
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
+#include "core/nearest_name.h"
 #include "moesaic/activation.h"
 
 namespace moesaic::checkpoint {
@@ -43,8 +44,7 @@ Result<const Family*> require_family(const LanguageModel& model) {
   const std::vector<std::string_view> known = known_model_types();
   std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
                                  model.where, quote_name(type), fmt::join(known, ", "));
-  const std::string nearest = similar_name(type, known);
-  if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
+  text += fmt::format("; nearest is {}", nearest_name(type, known));
   return Status(StatusCode::kUnsupported, std::move(text));
 }
 

@@ -135,10 +135,11 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options&
     } else if (checkpoint::has_gguf_magic(directory) || directory.ends_with(".gguf")) {
       MOESAIC_RETURN_IF_ERROR(impl->open_gguf(options.access));
     } else {
+      const char* found =
+          std::filesystem::exists(directory, error) ? "is not a folder" : "no such folder";
       return Status(StatusCode::kNotFound,
-                    fmt::format("{}: no such folder, need one with config.json and safetensors, "
-                                "or a GGUF file",
-                                checkpoint::quote_name(directory)));
+                    fmt::format("{}: {}, need one with config.json and safetensors, or a GGUF file",
+                                checkpoint::quote_name(directory), found));
     }
     for (const MoeLayerSpec& spec : impl->config.layers) {
       // A layer that cannot be resolved keeps what the configuration says; problems() tells why.
