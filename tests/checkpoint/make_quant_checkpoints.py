@@ -329,7 +329,7 @@ def integers(c):
     c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))
     c.add("gptq_signed", gptq(), plain_linear(q.gptq, signed=True), scheme="int4-g128", h=64, i=128, tp=(2,))
     # Where the empty group's columns are is known from the index alone.
-    c.add("gptq_desc_act_empty", gptq(desc_act=True), ordered(q.gptq, empty=True), scheme="int4-g128", h=64, i=128, tp=(2,))
+    c.add("gptq_desc_act_empty", gptq(desc_act=True), ordered(lambda *a, **k: q.gptq(*a, empty=True, **k)), scheme="int4-g128", h=64, i=128, tp=(2,))
     c.add("gptq_two_orders", gptq(desc_act=True, sym=False), ordered(lambda *a, **k: q.gptq(*a, zeros=True, **k), shared=False), scheme="f32", h=64, i=128,
           tp=(2, 4))
     c.add("gptq_shared_two_orders", gptq(desc_act=True), ordered(q.gptq, shared=False), scheme="f32", shared=64, tp=())

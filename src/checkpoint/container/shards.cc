@@ -7,6 +7,7 @@
 #include <cctype>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -31,16 +32,18 @@ std::pair<unsigned long, unsigned long> shard_number(std::string_view name) {
   name.remove_suffix(kSafetensorsExtension.size());
   const std::size_t of = name.find(kOf);
   if (of == name.npos) return {0, 0};
-  const auto number = [](std::string_view digits) {
-    if (digits.size() < kLeastDigits || digits.size() > kMostDigits) return 0UL;
+  const auto number = [](std::string_view digits) -> std::optional<unsigned long> {
+    if (digits.size() < kLeastDigits || digits.size() > kMostDigits) return std::nullopt;
     unsigned long n = 0;
     for (const char c : digits) {
-      if (std::isdigit(static_cast<unsigned char>(c)) == 0) return 0UL;
+      if (std::isdigit(static_cast<unsigned char>(c)) == 0) return std::nullopt;
       n = n * 10 + static_cast<unsigned long>(c - '0');
     }
     return n;
   };
-  return {number(name.substr(0, of)), number(name.substr(of + kOf.size()))};
+  const auto shard = number(name.substr(0, of)), count = number(name.substr(of + kOf.size()));
+  if (!shard || !count) return {0, 0};
+  return {*shard, *count};
 }
 
 // The files of a folder without an index, sorted: model.safetensors and complete numbered sets.
