@@ -265,7 +265,9 @@ TEST(QuantConfigExperts, AreWhatTheirNamesAre) {
             checkpoint::skips_experts(quant, experts_of(layer), num_experts, kProjections);
         const bool whole = skipped == 0 || skipped == num_experts * kProjections.size();
         EXPECT_EQ(got.ok(), whole) << entries[a] << " " << entries[b] << " " << layer;
-        if (got.ok()) EXPECT_EQ(*got, skipped > 0) << entries[a] << " " << entries[b];
+        if (got.ok()) {
+          EXPECT_EQ(*got, skipped > 0) << entries[a] << " " << entries[b];
+        }
       }
     }
   }
