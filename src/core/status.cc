@@ -54,6 +54,7 @@ Status Status::with_context(std::string_view context) const {
   if (ok()) return *this;
   std::string text(context);
   text += ": ";
+  if (message_.starts_with(text)) return *this;  // a path that was named already
   text += message_;
   return Status(code_, std::move(text));
 }

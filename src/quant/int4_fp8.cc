@@ -28,10 +28,11 @@ Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
     float largest = 0.0F;
     for (std::int64_t g = 0; g < groups; ++g) {
       const float s = load(n, g);
-      if (!(s > 0.0F) || !std::isfinite(s)) {
-        return Status(StatusCode::kInvalidArgument,
+      if (!(s >= 0.0F) || !std::isfinite(s)) {
+        return Status(std::isfinite(s) ? StatusCode::kUnsupported : StatusCode::kInvalidArgument,
                       "group_scale: row " + std::to_string(n) + ", group " + std::to_string(g) +
-                          ": got " + std::to_string(s) + ", need a positive finite number");
+                          ": got " + std::to_string(s) +
+                          ", need a finite number that is not negative (int4-fp8)");
       }
       largest = std::max(largest, s);
     }

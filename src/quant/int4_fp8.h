@@ -20,11 +20,11 @@ inline constexpr std::int64_t kInt4Fp8GroupUnit = 32;   // a group is a multiple
 //   scale = e4m3(f / 8),  channel_scale = 8 * chan0.
 // The division by 8 keeps every product of a code -8 .. 7 with the byte inside e4m3; it costs
 // mantissa bits where a group's scale is below about 1/3584 of the row's largest.
-//   group_scale    [N, G]  in, F32, BF16 or F16, positive and finite
+//   group_scale    [N, G]  in, F32, BF16 or F16, finite and not negative
 //   scale          [N, G]  out, F8_E4M3
 //   channel_scale  [N]     out, F32
-// Errors: kInvalidArgument (a scale out of range, naming row and group), shapes, dtypes, layout,
-// aliasing. scale * channel_scale is within 6.3 % of group_scale outside the small groups above.
+// Errors: kInvalidArgument (a scale that is not finite, naming row and group), kUnsupported (a
+// negative one), shapes, dtypes, layout, aliasing. scale * channel_scale is within 6.3 % of group_scale outside the small groups above.
 Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
                              TensorView channel_scale);
 

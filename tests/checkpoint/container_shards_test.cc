@@ -95,6 +95,18 @@ TEST(ShardSet, NumberedFilesWithoutAnIndex) {
             "");
 }
 
+// DeepSeek's and others' own files.
+TEST(ShardSet, NumbersOfOtherLengths) {
+  TempDir dir;
+  write_bytes(dir.path("model-00001-of-000002.safetensors"), simple_file({"b"}));
+  EXPECT_EQ(mismatch(open(dir).status(), StatusCode::kNotFound, {"shard 2 of 2 is missing"}), "");
+  write_bytes(dir.path("model-000002-of-00002.safetensors"), simple_file({"x", "a"}));
+  write_bytes(dir.path("model-0000000001-of-00002.safetensors"), "too long: never opened");
+  const auto set = open(dir);
+  ASSERT_TRUE(set.ok()) << set.status().to_string();
+  EXPECT_EQ(set->tensors().size(), 3U);
+}
+
 TEST(ShardSet, AbsentThings) {
   TempDir dir;
   EXPECT_EQ(mismatch(checkpoint::ShardSet::open(dir.path("none"), FileAccess::kMmap).status(),

@@ -2,12 +2,16 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "checkpoint/container/mapped_file.h"
@@ -15,6 +19,19 @@
 #include "checkpoint/convert/folder.h"
 #include "moesaic/convert.h"
 #include "support/refusal.h"
+
+// What was flushed to the disk, by the names that it had then.
+std::vector<std::string>& flushed() {
+  static std::vector<std::string> names;
+  return names;
+}
+// In place of the C library's.
+extern "C" int fsync(int fd) {
+  std::error_code error;
+  flushed().push_back(
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), error).string());
+  return static_cast<int>(::syscall(SYS_fsync, fd));
+}
 
 namespace moesaic::test {
 namespace {
@@ -121,6 +138,39 @@ TEST_F(ConvertFolder, NumbersOfPythonStayInTheConfiguration) {
   ASSERT_TRUE(status.ok()) << status.to_string();
   EXPECT_NE(text_of(path("out/config.json")).find(limits), std::string::npos);
   EXPECT_TRUE(Checkpoint::open(path("out")).ok());
+}
+
+// A link that leads nowhere, a folder, a pipe: beside the model, and no reason to fail.
+TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
+  fs::create_symlink(path("nothing"), path("model/notice.txt"));
+  fs::create_directory(path("model/figures"));
+  ASSERT_EQ(::mkfifo(path("model/pipe").c_str(), 0600), 0);
+  make_file(path("model/tokenizer.json"), "{}");
+  ConvertReport report;
+  const Status status = convert(model_, path("out"), false, &report);
+  ASSERT_TRUE(status.ok()) << status.to_string();
+  EXPECT_EQ(report.notes, (std::vector<std::string>{
+                              "folders of the source are not copied: \"figures\"",
+                              "links to nothing of the source are not copied: \"notice.txt\"",
+                              "other entries of the source are not copied: \"pipe\""}));
+  EXPECT_EQ(text_of(path("out/tokenizer.json")), "{}");
+}
+
+// Files, then the folder, then the name that it gets.
+TEST_F(ConvertFolder, TheResultIsOnTheDisk) {
+  flushed().clear();
+  ASSERT_TRUE(convert(model_, path("out")).ok());
+  const std::string folder = path("out.tmp-" + std::to_string(::getpid()));
+  const auto at = [&](const std::string& name) {
+    return std::find(flushed().rbegin(), flushed().rend(), name) - flushed().rbegin();
+  };
+  EXPECT_EQ(at(fs::path(folder).parent_path().string()), 0);
+  EXPECT_EQ(at(folder), 1);
+  for (const auto& entry : fs::directory_iterator(path("out"))) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with("model-")) continue;  // under a name of its own until it is whole
+    EXPECT_LT(at(folder + "/" + name), std::ssize(flushed())) << name;
+  }
 }
 
 TEST_F(ConvertFolder, OnlyResultsAreReplaced) {

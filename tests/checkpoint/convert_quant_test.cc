@@ -79,7 +79,7 @@ std::map<std::string, Copy> copies_of(const std::string& folder) {
 
 checkpoint::QuantConfig description(const std::string& folder) {
   const std::string text = read_bytes(folder + "/config.json");
-  return checkpoint::parse_quant_config(nlohmann::json::parse(text), nullptr).value();
+  return checkpoint::parse_quant_config(nlohmann::json::parse(text)).value();
 }
 
 // All weights of the routed experts as numbers.
@@ -239,6 +239,27 @@ TEST_F(ConvertQuantized, ResultsConvertAgain) {
   }
 }
 
+// Wherever the description is between the top and the language model, and nowhere else afterwards.
+TEST(ConvertDescription, InsideWrappers) {
+  using Json = nlohmann::ordered_json;
+  const TempDir root;
+  const Json stated = {{"quantization_config", {{"quant_method", "fp8"}, {"fmt", "e4m3"}}}};
+  for (const Json& top : std::vector<Json>{
+           stated,
+           {{"model_type", "x"}, {"text_config", stated}},
+           {{"model_type", "qwen3_omni_moe"}, {"thinker_config", {{"text_config", stated}}}},
+           {{"model_type", "unlimited_ocr"}, {"language_config", stated}}}) {
+    SCOPED_TRACE(top.dump());
+    const auto source = checkpoint::read_source_quantization(root.path(), top.dump());
+    ASSERT_TRUE(source.ok()) << source.status().to_string();
+    EXPECT_EQ(source->json, stated["quantization_config"]);
+    EXPECT_EQ(source->parsed.linear.stored, checkpoint::StoredFormat::kFp8Tensor);
+    const std::string made = checkpoint::converted_config(top.dump(), {{"new", 1}}).value();
+    EXPECT_EQ(made.find("e4m3"), std::string::npos) << made;
+    EXPECT_EQ(Json::parse(made)["quantization_config"], (Json{{"new", 1}}));
+  }
+}
+
 // --- descriptions --------------------------------------------------------------------------------
 
 using Json = nlohmann::ordered_json;
@@ -247,13 +268,13 @@ checkpoint::SourceQuantization described(const char* quant) {
   checkpoint::SourceQuantization source;
   source.json = Json::parse(quant);
   source.parsed = checkpoint::parse_quant_config(
-                      {{"quantization_config", nlohmann::json::parse(quant)}}, nullptr)
+                      nlohmann::json({{"quantization_config", nlohmann::json::parse(quant)}}))
                       .value();
   return source;
 }
 checkpoint::QuantConfig parsed(const Json& quant) {
   return checkpoint::parse_quant_config(
-             {{"quantization_config", nlohmann::json::parse(quant.dump())}}, nullptr)
+             nlohmann::json({{"quantization_config", nlohmann::json::parse(quant.dump())}}))
       .value();
 }
 
@@ -381,7 +402,7 @@ TEST(ConvertDescription, TwoMethodsAreTwoParts) {
   // Halves that are missing, or of the same method again.
   const auto refusal = [](Json json) {
     return checkpoint::parse_quant_config(
-               {{"quantization_config", nlohmann::json::parse(json.dump())}}, nullptr)
+               nlohmann::json({{"quantization_config", nlohmann::json::parse(json.dump())}}))
         .status();
   };
   for (const char* half : {"routed_experts", "other_modules"}) {

@@ -240,6 +240,24 @@ TEST_F(ConvertTest, ThreadsDoNotChangeTheBytes) {
   }
 }
 
+// Told before anything is written.
+TEST_F(ConvertTest, AxesThatCannotBeCopied) {
+  fs::copy(model("mini-qwen3-moe"), path("model"), fs::copy_options::recursive);
+  const std::string header = R"({"visual.patch":{"dtype":"U8","shape":[1,2,1,2,1,2],)"
+                             R"("data_offsets":[0,8]}})";
+  fs::remove(path("model") + "/model.safetensors.index.json");
+  const std::uint64_t size = header.size();
+  std::ofstream file(path("model") + "/model.safetensors", std::ios::binary);
+  file.write(reinterpret_cast<const char*>(&size), 8);
+  file << header << std::string(8, 'x');
+  file.close();
+  ConvertOptions options;
+  options.scheme = "mxfp8";
+  options.progress = [](std::int64_t, std::int64_t) { ADD_FAILURE() << "something was written"; };
+  expect_refusal(convert_checkpoint(path("model"), path("out"), options).status(),
+                 StatusCode::kUnsupported, {"visual.patch", "got rank 6", "at most 5"});
+}
+
 TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
   ConvertOptions options;
   options.scheme = "mxfp8";

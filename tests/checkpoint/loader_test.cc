@@ -1,6 +1,7 @@
 // The loader's rules one by one: worked slicing example, divisibility, values that are refused.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/config/linear_format.h"
@@ -80,8 +81,9 @@ TEST(Loader, SideFilesAndFoldersAreRefused) {
   EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path("nowhere")).status(), StatusCode::kNotFound,
                      {"nowhere", "no such folder"}),
             "");
-  EXPECT_EQ(Checkpoint::open(example.dir.path("config.json")).status().code(),
-            StatusCode::kNotFound);
+  EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path("config.json")).status(),
+                     StatusCode::kNotFound, {"config.json", "is not a folder"}),
+            "");
   EXPECT_EQ(Checkpoint::open("").status().code(), StatusCode::kNotFound);
 }
 
@@ -132,6 +134,24 @@ TEST(Loader, UnevenSlicesOfGptOss) {
   EXPECT_EQ(mismatch(quant::slice_width("intermediate_size", 2890, 2, 0, 32, true).status(),
                      StatusCode::kInvalidArgument, {"intermediate_size", "2890", "group 32"}),
             "");
+}
+
+// What a few bytes of configuration promise costs nothing where no tensors are.
+TEST(Loader, LayersWithoutTensorsOpenAtOnce) {
+  const TempDir dir;
+  write_bytes(dir.path("model.safetensors"), simple_file({"a"}));
+  const nlohmann::json config = {{"model_type", "qwen3_moe"},   {"hidden_size", 64},
+                                 {"moe_intermediate_size", 64}, {"num_experts", 16384},
+                                 {"num_hidden_layers", 4096},   {"num_experts_per_tok", 2},
+                                 {"decoder_sparse_step", 1},    {"norm_topk_prob", true},
+                                 {"intermediate_size", 64},     {"hidden_act", "silu"}};
+  write_bytes(dir.path("config.json"), config.dump());
+  const auto begin = std::chrono::steady_clock::now();
+  const Result<Checkpoint> opened = Checkpoint::open(dir.path());
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+  EXPECT_EQ(opened->layers().size(), 4096U);
+  EXPECT_LT(took.count(), 15.0);  // it was minutes
 }
 
 class Fp8Values : public testing::Test {

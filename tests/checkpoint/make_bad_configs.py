@@ -62,7 +62,7 @@ def config_cases(c):
     bad("no_model_type", QWEN, {"model_type": ...}, CORRUPT, "model_type: missing")
     bad("model_type_number", QWEN, {"model_type": 3}, CORRUPT, ["model_type", "got 3", "a string"])
     bad("unknown_family", QWEN, {"model_type": "qwen3_mo"}, UNSUPPORTED, ["model_type", '"qwen3_mo"', "nearest is qwen3_moe"])
-    bad("dense_family", QWEN, {"model_type": "llama"}, UNSUPPORTED, ["model_type", '"llama"'])
+    bad("dense_family", QWEN, {"model_type": "llama"}, UNSUPPORTED, ["model_type", '"llama"', "nearest is llama4_text"])
     bad("text_config_string", QWEN, {"text_config": "x"}, CORRUPT, ["text_config", "an object"])
     bad("text_config_empty", QWEN, {"text_config": {}}, CORRUPT, ["text_config", "model_type: missing"])
 

@@ -153,7 +153,15 @@ def models(c):
     meta("router_softcap", {"router_logit_softcapping": 30.0}, UNSUPPORTED, ["router_logit_softcapping"])
     meta("without_effect", {"interleave_moe_layer_step": 1, "expert_group_count": 1, "expert_weights_scale": 1.0, "expert_shared_count": 0,
                             "leading_dense_block_count": 1}, "ok", [], door="layer")
-    meta("no_shared_width", {}, CORRUPT, ["shared_expert_intermediate_size"], architecture="qwen2moe")
+    # The first files of Qwen's models: one width, of the experts that are used together and of the shared one.
+    old = {"expert_feed_forward_length": ..., "feed_forward_length": 16}
+    meta("old_widths", old, "ok", [], door="layer")
+    meta("old_width_odd", dict(old, feed_forward_length=17), ARGUMENT, ["qwen3moe.feed_forward_length", "got 17", "expert_used_count 2"])
+    shared = {p + "ffn_%s_shexp.weight" % leaf: Tensor("BF16", shape, bytes(2 * 16 * 16)) for leaf, shape in (("gate", [16, 16]), ("up", [16, 16]), ("down", [16, 16]))}
+    shared[p + "ffn_gate_inp_shexp.weight"] = Tensor("BF16", [16], bytes(32))
+    keys = {k: v for k, v in dict(sizes, **old).items() if v is not Ellipsis}
+    c.gguf("meta_old_shared_width", gguf_file(metadata("qwen2moe", **keys), dict(tensors("old"), **shared)), "ok", [], "layer")
+    meta("no_shared_width", {}, CORRUPT, ["qwen2moe.expert_shared_feed_forward_length", "missing"], architecture="qwen2moe")
     meta("second_part", {}, ARGUMENT, ["split.no", "first part"], extra=[("split.no", U16, 1), ("split.count", U16, 2)])
     meta("split_name", {}, CORRUPT, ["split.count", "-00001-of-00002.gguf"], extra=[("split.no", U16, 0), ("split.count", U16, 2)])
     meta("split_count_string", {}, CORRUPT, ["split.count", "a string"], extra=[("split.count", STRING, "2")])
@@ -168,6 +176,11 @@ def models(c):
     put = lambda leaf, *x: (lambda t: t.update({p + leaf: x if isinstance(x[0], str) else x[0]}))
     bf16 = lambda shape: Tensor("BF16", shape, bytes(2 * __import__("math").prod(shape)))
     layer("no_up", pop("ffn_up_exps.weight"), MISSING, [p + "ffn_up_exps.weight", "1 of 4"])
+    def single(t):  # every expert by itself
+        for leaf, shape in (("gate", [8, 16]), ("up", [8, 16]), ("down", [16, 8])):
+            t.pop(p + "ffn_%s_exps.weight" % leaf)
+            t.update({p + "ffn_%s.%d.weight" % (leaf, e): bf16(shape) for e in range(4)})
+    layer("single_experts", single, UNSUPPORTED, [p + "ffn_down.0.weight", "tensors of their own", "converted anew"])
     layer("no_router", pop("ffn_gate_inp.weight"), MISSING, [p + "ffn_gate_inp.weight"])
     layer("no_experts", lambda t: [t.pop(p + "ffn_%s_exps.weight" % x) for x in ("gate", "up", "down")], MISSING, ["3 of 4"])
     layer("old_names", lambda t: t.update({p + "ffn_up.0.weight": t.pop(p + "ffn_up_exps.weight")}), MISSING, [p + "ffn_up_exps.weight"])

@@ -153,8 +153,8 @@ class Cases:
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
                      shared, None, output, inputs)
 
-    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False, scheme=""):
-        """kinds: of gate, up and down. outer: a second level of scales beside the blocks, and scales of activations, as the
+    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False, scheme="", together=False):
+        """kinds: of gate, up and down. together: gate above up in one tensor. outer: a second level of scales beside the blocks, and scales of activations, as the
         converter writes them for NVFP4; or of one of the three alone."""
         rng = random.Random(name)
         router = matrix(rng, "BF16", EXPERTS, h)
@@ -169,6 +169,11 @@ class Cases:
             if outer is True or outer == leaf:
                 values = scaled(rng, tensors, "blk.0.ffn_%s_exps" % leaf, values, k)
             parts.append(values)
+        if together:
+            gate, up = (tensors.pop("blk.0.ffn_%s_exps.weight" % leaf)[2] for leaf in ("gate", "up"))
+            of_one = len(gate) // EXPERTS
+            both = b"".join(x[e * of_one:(e + 1) * of_one] for e in range(EXPERTS) for x in (gate, up))
+            tensors["blk.0.ffn_gate_up_exps.weight"] = (kinds[0], [EXPERTS, 2 * i, h], both)
         keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
         beside, arch = None, "qwen3moe"
         if shared:
@@ -295,7 +300,9 @@ def integers(c):
     packed("ct_int4_f16_scales", 4, 32, dtype="F16")
     packed("ct_int4_channel", 4, -1)
     packed("ct_int4_zeros", 4, 32, True)
+    packed("ct_int4_signed", 4, 32, signed=True)
     packed("ct_int8_packed", 8, 64, scheme="int8-bf16")
+    packed("ct_int8_signed", 8, 64, scheme="int8-bf16", signed=True)
     packed("ct_int8_zeros", 8, 64, True, scheme="int8-bf16")
     c.add("ct_int4_actorder", compressed("pack-quantized", pack(4, 32, actorder="group")), ordered(q.packed, group=32), h=64, i=128,
           scheme="int4-g128", tp=(2, 4))
@@ -320,6 +327,9 @@ def integers(c):
     c.add("gptq_8bit", gptq(bits=8, group_size=-1), plain_linear(q.gptq, bits=8, group=-1), scheme="int8-bf16")
     c.add("gptq_8bit_zeros", gptq(bits=8, sym=False), plain_linear(q.gptq, bits=8, zeros=True), scheme="int8-bf16")
     c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))
+    c.add("gptq_signed", gptq(), plain_linear(q.gptq, signed=True), scheme="int4-g128", h=64, i=128, tp=(2,))
+    # Where the empty group's columns are is known from the index alone.
+    c.add("gptq_desc_act_empty", gptq(desc_act=True), ordered(lambda *a, **k: q.gptq(*a, empty=True, **k)), scheme="int4-g128", h=64, i=128, tp=(2,))
     c.add("gptq_two_orders", gptq(desc_act=True, sym=False), ordered(lambda *a, **k: q.gptq(*a, zeros=True, **k), shared=False), scheme="f32", h=64, i=128,
           tp=(2, 4))
     c.add("gptq_shared_two_orders", gptq(desc_act=True), ordered(q.gptq, shared=False), scheme="f32", shared=64, tp=())
@@ -332,6 +342,7 @@ def integers(c):
                                                        "+:.*experts.*": {"bits": 4}}), plain_linear(q.gptq), scheme="int4-g128", shared=64)
     awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
     c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
+    c.add("awq_signed", awq(), plain_linear(q.awq, signed=True), scheme="int4-g128", tp=(2,))
     c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),
           side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
 
@@ -444,6 +455,8 @@ def gguf(c):
     c.add_gguf("gguf_q4_0", ("Q4_0",) * 3, h=64, i=64, tp=(2,))
     c.add_gguf("gguf_q8_0", ("Q8_0",) * 3, h=64, i=64, tp=(2,), shared="Q8_0")
     c.add_gguf("gguf_q4_k", ("Q4_K",) * 3, i=256)
+    c.add_gguf("gguf_q4_0_together", ("Q4_0",) * 3, h=64, i=64, tp=(2,), together=True)
+    c.add_gguf("gguf_q4_k_m_together", ("Q4_K", "Q4_K", "Q6_K"), i=256, together=True)
     c.add_gguf("gguf_q6_k", ("Q6_K",) * 3, i=256)
     c.add_gguf("gguf_q6_k_outer", ("Q6_K",) * 3, i=256, outer=True)
     c.add_gguf("gguf_q4_k_m", ("Q4_K", "Q4_K", "Q6_K"), i=256, shared="Q6_K")

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/config/module_patterns.h"
@@ -15,7 +16,7 @@ namespace {
 using Json = nlohmann::json;
 
 Result<checkpoint::QuantConfig> parse_quant(const Json& quant) {
-  return checkpoint::parse_quant_config({{"quantization_config", quant}}, nullptr);
+  return checkpoint::parse_quant_config(Json({{"quantization_config", quant}}));
 }
 
 Json group(const Json& targets, int bits, const Json& more = Json::object()) {
@@ -65,6 +66,42 @@ TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
     EXPECT_EQ(mismatch(checkpoint::regex_matches("f", hostile, "a").status(),
                        StatusCode::kUnsupported, {"f: regular expression", "repeats too much"}),
               "");
+  }
+}
+
+// Without these texts a name is no match, and the expression need not be run.
+TEST(ModulePatterns, TextsThatEveryMatchHas) {
+  using Texts = std::vector<std::string>;
+  for (const auto& [pattern, texts] : std::vector<std::pair<std::string, Texts>>{
+           {R"(.*layers\.3\.self_attn.*)", {"layers.3.self_attn"}},
+           {R"(model\.layers\.[0-9]+\.mlp$)", {"model.layers.", ".mlp"}},
+           {R"(.*mlp\.(gate|up)_proj.*)", {"mlp.", "_proj"}},
+           {"ab*c?d+e{2}f", {"a", "d", "f"}},
+           {R"(\d+\.gate)", {".gate"}},
+           {"a|b", {}},
+           {R"(a\x41b)", {}},
+           {R"([\]]a)", {}},
+           {"(a))b", {}},
+           {"", {}}}) {
+    EXPECT_EQ(checkpoint::texts_of_regex(pattern), texts) << pattern;
+  }
+  for (const auto& [pattern, texts] :
+       std::vector<std::pair<std::string, Texts>>{{"model.layers.3.*", {"model.layers.3."}},
+                                                  {"*mlp?gate*", {"mlp", "gate"}},
+                                                  {"a*b[0-9]c", {"a", "b"}},
+                                                  {"a\\*b", {"a"}}}) {
+    EXPECT_EQ(checkpoint::texts_of_glob(pattern), texts) << pattern;
+  }
+  for (const char* pattern :
+       {".*", "model.*gate", R"(.*layers\.(1|2)\..*)", R"(.*experts\.1\d?\.up.*)", "x|.*gate",
+        "(?!.*gate).*", R"([^.]*\.layers\.2.*)", R"(.*\.(gate|up)_proj$)", "model{1,2}.*s?[.]"}) {
+    for (const char* name :
+         {"model.layers.1.mlp.gate", "model.layers.12.mlp.experts.1.up_proj", "lm_head", "",
+          "model.layers.2.mlp.experts.10.gate_proj", "language_model.layers.2.mlp"}) {
+      EXPECT_EQ(checkpoint::regex_hits(pattern, name),
+                checkpoint::regex_matches("f", pattern, name).value())
+          << pattern << " of " << name;
+    }
   }
 }
 
@@ -187,6 +224,109 @@ TEST(QuantConfigNames, DotsAtTheEndsOfPartsSayNothing) {
                   .value());
   EXPECT_EQ(mismatch(quant(awq, "modules_to_not_convert", {"lm_head", ".."}).status(),
                      StatusCode::kInvalidArgument, {"modules_to_not_convert", "got \"..\""}),
+            "");
+}
+
+constexpr std::array<std::string_view, 3> kProjections = {"gate_proj", "up_proj", "down_proj"};
+std::string experts_of(int layer) {
+  return "model.layers." + std::to_string(layer) + ".mlp.experts";
+}
+
+// Whatever entries are set aside because they cannot match, the answer is that of every name by itself.
+TEST(QuantConfigExperts, AreWhatTheirNamesAre) {
+  const std::vector<std::string> entries = {
+      "lm_head",
+      R"(re:.*layers\.1\..*)",
+      R"(re:.*layers\.11\.self_attn.*)",
+      R"(re:.*experts\.1\..*)",
+      R"(re:.*experts\.\d\..*)",
+      R"(re:.*\.11\.down_proj)",
+      R"(re:.*s\.1[0-9]*\.(gate|up|down)_proj)",
+      R"(re:.*\.1\.mlp\.experts\.[0-9]+\.gate.*)",
+      R"(re:model\.layers\.(1|2)\.mlp.*)",
+      "model.layers.1.mlp.experts.11.up_proj",
+      "re:.*",
+  };
+  const int num_experts = 12;
+  for (std::size_t a = 0; a < entries.size(); ++a) {
+    for (std::size_t b = a; b < entries.size(); ++b) {
+      const checkpoint::QuantConfig quant =
+          parse_quant(compressed({{"group_0", group({"Linear"}, 4)}}, {entries[a], entries[b]}))
+              .value();
+      for (const int layer : {1, 11}) {
+        std::size_t skipped = 0;
+        for (int e = 0; e < num_experts; ++e) {
+          for (const std::string_view projection : kProjections) {
+            const std::string name = experts_of(layer) + "." + std::to_string(e) + ".";
+            skipped += checkpoint::skips_module(quant, name + std::string(projection)) ? 1 : 0;
+          }
+        }
+        const auto got =
+            checkpoint::skips_experts(quant, experts_of(layer), num_experts, kProjections);
+        const bool whole = skipped == 0 || skipped == num_experts * kProjections.size();
+        EXPECT_EQ(got.ok(), whole) << entries[a] << " " << entries[b] << " " << layer;
+        if (got.ok()) {
+          EXPECT_EQ(*got, skipped > 0) << entries[a] << " " << entries[b];
+        }
+      }
+    }
+  }
+}
+
+// A model of Kimi K2's size with a pattern for each layer's attention: nearly 3 million pairs of an
+// expert's name and a pattern, of which none need to be looked at.
+TEST(QuantConfigExperts, PatternsOfOtherModulesCostNothing) {
+  Json ignore = {"lm_head"};
+  for (int i = 0; i < 61; ++i)
+    ignore.push_back("re:.*layers\\." + std::to_string(i) + "\\.self_attn.*");
+  const checkpoint::QuantConfig quant =
+      parse_quant(compressed({{"group_0", group({"Linear"}, 4)}}, ignore)).value();
+  const auto begin = std::chrono::steady_clock::now();
+  for (int layer = 1; layer < 61; ++layer) {
+    const auto format = checkpoint::experts_format(quant, experts_of(layer), 384, kProjections, 60);
+    ASSERT_TRUE(format.ok()) << format.status().to_string();
+    EXPECT_EQ(format->stored, checkpoint::StoredFormat::kPacked);
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  EXPECT_LT(took.count(), 20.0);  // tenths of a second; it was two minutes
+}
+
+TEST(QuantConfigExperts, WorkIsBounded) {
+  Json ignore = Json::array();
+  for (int i = 0; i < 400; ++i)
+    ignore.push_back("re:.*experts\\.[0-9]+\\.(x|" + std::to_string(i) + ")_proj");
+  const checkpoint::QuantConfig few =
+      parse_quant(compressed({{"group_0", group({"Linear"}, 4)}}, ignore)).value();
+  EXPECT_TRUE(checkpoint::experts_format(few, experts_of(0), 2, kProjections, 4).ok());
+  EXPECT_EQ(
+      mismatch(checkpoint::experts_format(few, experts_of(0), 16384, kProjections, 4096).status(),
+               StatusCode::kLimitExceeded,
+               {"quantization_config", experts_of(0), "4096 layers", "4294967296"}),
+      "");
+  EXPECT_TRUE(checkpoint::check_match_steps(few, 61).ok());
+  EXPECT_EQ(mismatch(checkpoint::check_match_steps(few, 4096), StatusCode::kLimitExceeded,
+                     {"quantization_config", "4096 layers"}),
+            "");
+}
+
+// In the top and in every object on the way to the language model.
+TEST(QuantConfigHolders, AreThoseOfTheLanguageModel) {
+  const Json text = {{"quantization_config", {{"quant_method", "gptq"}, {"bits", 5}}}};
+  const auto refusal = [](const Json& top) {
+    const auto model = checkpoint::find_language_model(top);
+    return checkpoint::parse_quant_config(checkpoint::holders_of(top, model.value())).status();
+  };
+  EXPECT_EQ(
+      mismatch(refusal({{"thinker_config", {{"text_config", text}}}}), StatusCode::kUnsupported,
+               {"config.json: thinker_config: text_config: quantization_config: bits"}),
+      "");
+  Json between = text;
+  between["text_config"] = Json::object();
+  EXPECT_EQ(mismatch(refusal({{"thinker_config", between}}), StatusCode::kUnsupported,
+                     {"config.json: thinker_config: quantization_config: bits"}),
+            "");
+  EXPECT_EQ(mismatch(refusal({{"model_type", "unlimited-ocr"}, {"language_config", text}}),
+                     StatusCode::kUnsupported, {"config.json: language_config"}),
             "");
 }
 

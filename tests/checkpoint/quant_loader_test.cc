@@ -511,6 +511,14 @@ TEST_F(QuantCheckpoints, OutputsInFp32AreTheStoredNumbers) {
   for (const QuantCase& c : cases()) check_output(c, "f32");
 }
 
+// Scales of either sign, also under integer products.
+TEST_F(QuantCheckpoints, NegativeScalesAreNumbersLikeOthers) {
+  for (const char* name : {"gptq_signed", "awq_signed", "ct_int4_signed"}) {
+    check_output(find(name), "int4-g128-int8");
+  }
+  check_output(find("ct_int8_signed"), "int8-g128-int8");
+}
+
 // Weights of schemes that quantise activations also run without that.
 TEST_F(QuantCheckpoints, WeightOnlyOnRequest) {
   for (const auto& [name, quant] :

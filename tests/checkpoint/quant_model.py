@@ -196,12 +196,15 @@ def columns_of(m):
     return [list(c) for c in zip(*m)]
 
 
-def integer_parts(rng, n, k, bits, group, zeros):
+def integer_parts(rng, n, k, bits, group, zeros, signed=False):
+    """signed: of groups that have the longer end of the codes on the positive side, as AutoRound makes them."""
     g = k if group < 0 else group
     groups = -(-k // g)
     codes = [[rng.randrange(2**bits) for _ in range(k)] for _ in range(n)]
     rms = RMS_I4 if bits == 4 else RMS_I8
     s = [[dyadic(rng, 1 / rms / math.sqrt(k)) for _ in range(groups)] for _ in range(n)]
+    if signed:
+        s = [[x * rng.choice([-1, 1]) for x in row] for row in s]
     middle = 2**(bits - 1)
     z = [[rng.randrange(middle - 2, middle + 3) if zeros else middle for _ in range(groups)] for _ in range(n)]
     return codes, s, z, g, groups
@@ -214,9 +217,13 @@ def group_index(rng, k, g, shuffle):
     return index
 
 
-def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_index=True, bias=False):
-    codes, s, z, g, groups = integer_parts(rng, n, k, bits, group, zeros)
+def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_index=True, bias=False, signed=False, empty=False):
+    """empty: the last group of row 0 has zeros and a scale of 0."""
+    codes, s, z, g, groups = integer_parts(rng, n, k, bits, group, zeros, signed)
     index = index or [j // g for j in range(k)]
+    if empty:
+        s[0][-1] = 0.0
+        codes[0] = [z[0][-1] if index[j] == groups - 1 else c for j, c in enumerate(codes[0])]
     stored_z = [[x - (0 if v2 else 1) for x in row] for row in z]
     per = 32 // bits
     weight = columns_of([pack_line(row, bits) for row in codes])
@@ -234,8 +241,8 @@ def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_in
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def awq(rng, n, k, group=32):
-    codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, True)
+def awq(rng, n, k, group=32, signed=False):
+    codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, True, signed)
     weight = [pack_line(col, 4, AWQ_ORDER) for col in columns_of(codes)]
     zero = [pack_line(col, 4, AWQ_ORDER) for col in columns_of(z)]
     flat = lambda rows: [w for row in rows for w in row]
@@ -244,15 +251,17 @@ def awq(rng, n, k, group=32):
             [[(c - z[r][j // g]) * s[r][j // g] for j, c in enumerate(row)] for r, row in enumerate(codes)])
 
 
-def byte_codes(rng, n, k, group=128):
-    """Signed 4-bit codes, one per byte."""
+def byte_codes(rng, n, k, group=128, empty=False):
+    """Signed 4-bit codes, one per byte. empty: row 0 has zeros and scales of 0."""
     codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, False)
+    if empty:
+        codes[0], s[0] = [8] * k, [0.0] * groups
     files = {".weight": byte_tensor("I8", [[c - 8 for c in row] for row in codes]), ".weight_scale": floats("F32", [n, groups], [x for row in s for x in row])}
     return files, [[(c - 8) * s[r][j // g] for j, c in enumerate(row)] for r, row in enumerate(codes)]
 
 
-def packed(rng, n, k, bits=4, group=32, zeros=False, index=None, dtype="BF16"):
-    codes, s, z, g, groups = integer_parts(rng, n, k, bits, group, zeros)
+def packed(rng, n, k, bits=4, group=32, zeros=False, index=None, dtype="BF16", signed=False):
+    codes, s, z, g, groups = integer_parts(rng, n, k, bits, group, zeros, signed)
     weight = [pack_line(row, bits) for row in codes]
     flat = lambda rows: [w for row in rows for w in row]
     files = {".weight_packed": words([n, len(weight[0])], flat(weight)), ".weight_scale": floats(dtype, [n, groups], flat(s)),

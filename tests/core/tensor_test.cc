@@ -8,6 +8,13 @@
 namespace moesaic {
 namespace {
 
+TEST(Status, ContextIsSaidOnce) {
+  const Status status(StatusCode::kIo, "a: cannot open");
+  EXPECT_EQ(status.with_context("a").message(), "a: cannot open");
+  EXPECT_EQ(status.with_context("b").with_context("b").message(), "b: a: cannot open");
+  EXPECT_TRUE(Status().with_context("a").ok());
+}
+
 TEST(Shape, CountsElementsExactlyAndRefusesOverflow) {
   EXPECT_EQ(Shape({2, 3, 4}).num_elements().value(), 24);
   EXPECT_EQ(Shape({}).num_elements().value(), 1);

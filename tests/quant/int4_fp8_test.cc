@@ -99,12 +99,22 @@ TEST(Int4Fp8, ErrorOfTheWholeChainIsTheFormats) {
 TEST(Int4Fp8, Misuse) {
   Tensor scale = Tensor::zeros(DType::kF8E4M3, {1, 2}).value();
   Tensor channel = Tensor::zeros(DType::kF32, {1}).value();
-  for (const float bad : {0.0F, -1.0F, NAN}) {
+  for (const float bad : {-1.0F, NAN, INFINITY}) {
     expect_refusal(quant::split_int4_fp8_scales(f32_of({1, 2}, {1.0F, bad}).view(), scale.view(),
                                                 channel.view()),
-                   StatusCode::kInvalidArgument,
-                   {"group_scale", "row 0, group 1", "positive finite"});
+                   bad == -1.0F ? StatusCode::kUnsupported : StatusCode::kInvalidArgument,
+                   {"group_scale", "row 0, group 1", "finite number that is not negative"});
   }
+}
+
+TEST(Int4Fp8, AScaleOfZeroStaysZero) {
+  Tensor scale = poisoned(DType::kF8E4M3, {2, 2});
+  Tensor channel = poisoned(DType::kF32, {2});
+  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({2, 2}, {0.5F, 0.0F, 0.0F, 0.0F}).view(),
+                                           scale.view(), channel.view())
+                  .ok());
+  EXPECT_EQ(test::bytes_of(scale), (std::vector<std::uint8_t>{0x66, 0, 0, 0}));
+  EXPECT_GT(channel.as<float>()[1], 0.0F);
 }
 
 }  // namespace

@@ -224,6 +224,12 @@ class Balance(ToolTest):
         for bad in ("", "{}", "[]", "[1, \"x\"]", "[[1, 2], [3]]"):
             self.assertEqual(self.balance(bad, "--ranks", 1).returncode, BAD_INPUT, bad)
         self.assertEqual(self.balance([1, 2, 3], "--ranks", 2).returncode, USAGE)
+        # The algorithm would set both aside.
+        for shape in (("--nodes", 3, "--groups", 4), ("--nodes", 2)):
+            result = self.balance(self.LOAD, "--ranks", 6, *shape)
+            self.assertEqual(result.returncode, USAGE)
+            self.assertIn("--groups: got", result.stderr)
+            self.assertIn("a multiple of --nodes", result.stderr)
         self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, BAD_INPUT)
         self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
 

@@ -217,6 +217,7 @@ class CommandLine(ToolTest):
         self.fails(USAGE, "before the verb", arguments=["--verbose", "env"])
         for verb in ("explain", "bench"):
             self.fails(USAGE, "got -1", "MoE layers: 1", arguments=[verb, "--model", model, "--layer", "-1"])
+            self.fails(USAGE, "--layer: got 3 beside --shape", arguments=[verb, "--shape", "8,2,64,64", "--layer", 3])
         self.fails(USAGE, "got -1", "layers 1", arguments=["verify", "--model", model, "--layer", "-1"])
         self.fails(USAGE, "whole number", arguments=["explain", "--model", model, "--layer", "one"])
         self.fails(USAGE, arguments=["run", "--model", model])

@@ -103,6 +103,15 @@ class Inspect(ToolTest):
         self.assertEqual([item["layer"] for item in value["layers"]], [1])
         self.assertEqual(len(value["problems"]), 1)
 
+    def test_families_that_are_not_read(self):
+        target = self.broken(model_type="llama")
+        self.fails(UNSUPPORTED, "nearest is llama4_text", "docs/limits.md", arguments=["inspect", target])
+        self.fails(BAD_INPUT, "config.json\": is not a folder", arguments=["inspect", target / "config.json"])
+
+    def test_a_path_is_said_once(self):
+        result = run("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", "/dev/null")
+        self.assertIn("error: io: /dev/null: got a pipe or device", result.stderr)
+
     def test_missing_and_unknown_tensors(self):
         target = self.copy_model("mini-qwen3-moe")
         for change, code, error in ((lambda name: name.replace("experts.3.up_proj", "experts.3.pu_proj"), BAD_INPUT, "missing_tensor"),

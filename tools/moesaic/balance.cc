@@ -84,6 +84,16 @@ std::string heat_map(std::span<const double> loads, int ranks, double most) {
 
 int run_balance(const BalanceArguments& state) {
   const Console console = state.common.console();
+  // The placement itself would take neither into account.
+  if (state.groups % state.nodes != 0) {
+    return console.fail(
+        {StatusCode::kInvalidArgument,
+         fmt::format(
+             "--groups: got {}, need a multiple of --nodes {}, so that every host has whole "
+             "groups",
+             state.groups, state.nodes)},
+        Origin::kOption);
+  }
   const Result<Matrix> loads = read_load(state.load);
   if (!loads.ok()) {
     return console.fail(loads.status(), Origin::kFile, "'moesaic run --json' writes such a file");

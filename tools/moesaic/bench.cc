@@ -99,6 +99,7 @@ Result<BenchSettings> settings_of(const BenchArguments& state,
       layer_options(state.common, *std::max_element(state.tokens.begin(), state.tokens.end()));
   origin = Origin::kOption;
   if (!state.shape.empty()) {
+    if (state.layer) return layer_beside_shape(*state.layer);
     MOESAIC_ASSIGN_OR_RETURN(s.spec, layer_from_shape(state.shape));
     if (state.common.quant != "as-is") {
       MOESAIC_ASSIGN_OR_RETURN(s.spec.quant, bench_scheme(state.common.quant));

@@ -64,6 +64,8 @@ const char* next_step(StatusCode code, Origin origin) {
     case StatusCode::kMissingTensor:
       return "fetch all shards of the checkpoint; a partial layer is never run";
     case StatusCode::kUnsupported:
+      if (origin == Origin::kFile)
+        return "docs/limits.md lists the models and formats that are read";
       return "'moesaic explain' shows what this build can do and why it refuses the rest";
     case StatusCode::kOutOfMemory:
       return "use fewer tokens, a smaller layer or a machine with more memory";

@@ -64,7 +64,8 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   std::string threads;
   for (const StageThreads& s : explanation.threads) {
     threads += fmt::format("{}{} {}", threads.empty() ? "" : ", ", s.stage, s.threads);
-    if (s.threads > 1) threads += fmt::format(" (1 up to {} token(s))", s.one_thread_tokens);
+    if (s.threads > 1 && s.one_thread_tokens > 0)
+      threads += fmt::format(" (1 up to {} token(s))", s.one_thread_tokens);
   }
   if (threads.empty()) return;
   console.print(
@@ -80,6 +81,7 @@ int run_explain(const ExplainArguments& state) {
   MoeLayerFormat format;
   std::optional<Checkpoint> checkpoint;
   if (!state.shape.empty()) {
+    if (state.layer) return console.fail(layer_beside_shape(*state.layer), Origin::kOption);
     Result<MoeLayerSpec> named = layer_from_shape(state.shape);
     if (!named.ok()) return console.fail(named.status(), Origin::kOption);
     format.spec = std::move(named).value();
@@ -177,7 +179,7 @@ Verb make_explain(CLI::App& root) {
   source->require_option(1);
   add_layer_number(*app, state->layer, "Layer of --model; default: the first MoE layer");
   app->add_option("--tokens", state->tokens, "Tokens per call that the workspace is for")
-      ->check(whole_number(std::int64_t{1}, std::int64_t{1} << 31))
+      ->check(whole_number(std::int64_t{1}, (std::int64_t{1} << 31) - 1))
       ->capture_default_str();
   add_rank_options(*app, state->ranks);
   add_layer_options(*app, state->common);

@@ -112,6 +112,11 @@ std::vector<std::string_view> shape_names() {
   return names;
 }
 
+Status layer_beside_shape(int layer) {
+  return {StatusCode::kInvalidArgument,
+          fmt::format("--layer: got {} beside --shape, which is one layer; need --model", layer)};
+}
+
 Result<MoeLayerSpec> layer_from_shape(std::string_view text) {
   for (const NamedShape& shape : kShapes) {
     if (shape.name == text) {

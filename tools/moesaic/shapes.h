@@ -19,4 +19,7 @@ std::vector<std::string_view> shape_names();
 // nearest shape, kInvalidArgument the field of a list that is wrong.
 Result<MoeLayerSpec> layer_from_shape(std::string_view text);
 
+// The refusal of --layer where a shape is the whole layer.
+Status layer_beside_shape(int layer);
+
 }  // namespace moesaic::tool

@@ -2,7 +2,10 @@
 // what the files have.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <charconv>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -146,6 +149,27 @@ Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource&
   return first;
 }
 
+// The experts, ascending, of which a tensor exists whose name begins as the module's: 0 alone for a
+// module of all experts. Layers without tensors cost nothing, whatever the configuration says.
+std::vector<std::int64_t> stored_experts(const ShardSet& shards, const MoeLayerSpec& spec,
+                                         std::string_view module) {
+  const std::size_t number = module.find("{e}");
+  if (number == module.npos) return {0};
+  const std::string fixed = fmt::format("{}.{}", spec.prefix, module.substr(0, number));
+  std::vector<std::int64_t> experts;
+  for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
+    const std::string_view rest = std::string_view(tensor.info->name).substr(fixed.size());
+    std::int64_t e = 0;
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), e);
+    const bool plain = rest.substr(0, 1) != "0" || end == rest.data() + 1;
+    if (error != std::errc() || !plain || e < 0 || e >= spec.num_experts) continue;
+    if (experts.empty() || experts.back() != e) experts.push_back(e);
+  }
+  std::sort(experts.begin(), experts.end());
+  experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+  return experts;
+}
+
 // One scale per tensor has two names, and files hold one of them.
 void use_inverse_names(const ShardSet& shards, const std::string& module, LinearFormat* format) {
   const bool either =
@@ -168,7 +192,8 @@ void choose_scale_names(const ShardSet& shards, LayerSource* source) {
   // As the first expert has it that is there: a program that hands tensors over may leave out those
   // of other ranks.
   bool found = stored != StoredFormat::kFp8Tensor;
-  for (std::int64_t e = 0; !found && e < source->spec.num_experts; ++e) {
+  for (const std::int64_t e : stored_experts(shards, source->spec, layout.down)) {
+    if (found) break;
     for (const std::string_view leaf : {layout.gate, layout.up, layout.down}) {
       const std::string module = fmt::format("{}.{}", block, expand_expert(leaf, e));
       use_inverse_names(shards, module, &source->experts);
@@ -191,19 +216,19 @@ void choose_inputs(const ShardSet& shards, const std::vector<std::string>& modul
 Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   if (config.gguf) return choose_gguf_formats(shards, source);
   const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
-  MOESAIC_ASSIGN_OR_RETURN(source->experts, experts_format(config.quant, source->experts_module(),
-                                                           source->spec.num_experts, leaves));
+  MOESAIC_ASSIGN_OR_RETURN(
+      source->experts, experts_format(config.quant, source->experts_module(),
+                                      source->spec.num_experts, leaves, std::ssize(config.layers)));
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
   MOESAIC_RETURN_IF_ERROR(check_storage(*source));
   choose_scale_names(shards, source);
   std::vector<std::string> modules;
   const bool per_linear = source->experts.stored == StoredFormat::kMxfp4Linear;
-  for (std::int64_t e = 0; per_linear && e < source->spec.num_experts; ++e) {
-    const ExpertLayout& layout = *source->layout;
-    for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-      if (module.empty()) continue;
+  const ExpertLayout& layout = *source->layout;
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    if (!per_linear || module.empty()) continue;
+    for (const std::int64_t e : stored_experts(shards, source->spec, module))
       modules.push_back(fmt::format("{}.{}", source->spec.prefix, expand_expert(module, e)));
-    }
   }
   choose_inputs(shards, modules, &source->experts);
   if (source->spec.shared.intermediate_size == 0) return {};
@@ -319,14 +344,14 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   std::vector<std::string> names, modules;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;
-    const std::int64_t holders = is_per_expert(layout.storage) ? spec.num_experts : 1;
+    const std::vector<std::int64_t> holders = stored_experts(shards, spec, module);
     const bool sized_by_file = source->experts.stored == StoredFormat::kBnb4;
-    for (std::int64_t e = holders - 1; sized_by_file && e >= 0;
-         --e) {  // the first that is there has the last word
-      choose_block_size(shards, fmt::format("{}.{}", spec.prefix, expand_expert(module, e)),
+    // The first that is there has the last word.
+    for (auto e = holders.rbegin(); sized_by_file && e != holders.rend(); ++e) {
+      choose_block_size(shards, fmt::format("{}.{}", spec.prefix, expand_expert(module, *e)),
                         elements, &source->experts);
     }
-    for (std::int64_t e = 0; e < holders; ++e) {
+    for (const std::int64_t e : holders) {
       modules.push_back(fmt::format("{}.{}", spec.prefix, expand_expert(module, e)));
       names.push_back(fmt::format("{}{}", modules.back(), source->weight_suffix));
     }

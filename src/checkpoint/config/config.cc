@@ -18,6 +18,7 @@
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
+#include "core/nearest_name.h"
 #include "moesaic/activation.h"
 
 namespace moesaic::checkpoint {
@@ -43,8 +44,7 @@ Result<const Family*> require_family(const LanguageModel& model) {
   const std::vector<std::string_view> known = known_model_types();
   std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
                                  model.where, quote_name(type), fmt::join(known, ", "));
-  const std::string nearest = similar_name(type, known);
-  if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
+  text += fmt::format("; nearest is {}", nearest_name(type, known));
   return Status(StatusCode::kUnsupported, std::move(text));
 }
 
@@ -253,7 +253,7 @@ Result<ModelConfig> parse_checked(std::string_view text) {
   ModelConfig config;
   MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(model));
   config.model_type = model.model_type;
-  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(top, model.nested));
+  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(holders_of(top, model)));
   MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(fields));
   if (!config.stated_dtype && model.nested != nullptr) {
     MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(ConfigFields(top, "config.json")));

@@ -156,11 +156,43 @@ Result<nlohmann::json> routing_fields(const GgufMetadata& metadata, const Family
   return json;
 }
 
-Status add_shared(const GgufMetadata& metadata, const Family& family, nlohmann::json* json) {
+// Qwen's first files with experts have one width, that of the experts that are used together.
+bool has_qwen_widths(const Architecture& architecture) {
+  return architecture.name == "qwen2moe" || architecture.name == "qwen3moe";
+}
+
+Result<std::int64_t> expert_width(const GgufMetadata& metadata, const Architecture& architecture,
+                                  std::int64_t used) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto width,
+                           metadata.integer("expert_feed_forward_length", 1, kMaxWidth));
+  if (width) return *width;
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t whole,
+                           metadata.required("feed_forward_length", 1, kMaxWidth));
+  if (!has_qwen_widths(architecture)) return whole;
+  if (whole % used == 0) return whole / used;
+  return metadata.bad(StatusCode::kInvalidArgument,
+                      fmt::format("{}.feed_forward_length", metadata.architecture()),
+                      fmt::format("got {}, need a multiple of expert_used_count {} as there is no "
+                                  "expert_feed_forward_length",
+                                  whole, used));
+}
+
+Status add_shared(const GgufMetadata& metadata, const Architecture& architecture,
+                  const Family& family, nlohmann::json* json) {
   if (family.shared == SharedRule::kNone) return {};
   MOESAIC_ASSIGN_OR_RETURN(const auto count, metadata.integer("expert_shared_count", 0, 1024));
-  MOESAIC_ASSIGN_OR_RETURN(const auto width,
+  MOESAIC_ASSIGN_OR_RETURN(auto width,
                            metadata.integer("expert_shared_feed_forward_length", 0, kMaxWidth));
+  if (!width && has_qwen_widths(architecture)) {
+    MOESAIC_ASSIGN_OR_RETURN(width, metadata.integer("feed_forward_length", 1, kMaxWidth));
+  }
+  // Such a shared expert has a gate of its own, and so is always there.
+  const bool needed = family.shared == SharedRule::kOwnWidth && !family.shared_gate.empty() &&
+                      family.shared_count_field.empty() && family.default_shared_width == 0;
+  if (!width && needed) {
+    MOESAIC_ASSIGN_OR_RETURN(width,
+                             metadata.required("expert_shared_feed_forward_length", 1, kMaxWidth));
+  }
   if (family.shared == SharedRule::kCount) {
     (*json)[std::string(family.shared_count_field)] = count.value_or(0);
     return {};
@@ -267,17 +299,13 @@ Result<ModelConfig> read_checked(std::string_view label,
                            metadata.required("embedding_length", 1, kMaxWidth));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t used,
                            metadata.required("expert_used_count", 1, *num_experts));
-  MOESAIC_ASSIGN_OR_RETURN(auto width,
-                           metadata.integer("expert_feed_forward_length", 1, kMaxWidth));
-  if (!width) {
-    MOESAIC_ASSIGN_OR_RETURN(width, metadata.required("feed_forward_length", 1, kMaxWidth));
-  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t width, expert_width(metadata, *architecture, used));
 
   MOESAIC_ASSIGN_OR_RETURN(nlohmann::json moe, routing_fields(metadata, family, *architecture));
-  MOESAIC_RETURN_IF_ERROR(add_shared(metadata, family, &moe));
+  MOESAIC_RETURN_IF_ERROR(add_shared(metadata, *architecture, family, &moe));
   moe["num_experts"] = *num_experts;
   moe["num_experts_per_tok"] = used;
-  moe[std::string(family.width_fields.names[0])] = *width;
+  moe[std::string(family.width_fields.names[0])] = width;
   nlohmann::json json = nlohmann::json::object();
   if (family.moe_object.empty()) {
     json = std::move(moe);
@@ -326,9 +354,23 @@ bool is_gguf_moe_tensor(std::string_view name) {
   if (dot == std::string_view::npos) return false;
   const std::string_view rest = name.substr(dot + 1);
   if (rest.starts_with("exp_probs_b") || rest.starts_with("ffn_gate_inp")) return true;
+  if (is_gguf_single_expert(name)) return true;
   if (!rest.starts_with("ffn_")) return false;
   const std::string_view module = rest.substr(0, rest.find('.'));
   return module.ends_with("_exps") || module.ends_with("_shexp");
+}
+
+bool is_gguf_single_expert(std::string_view name) {
+  if (!name.starts_with(kGgufLayerPrefix)) return false;
+  const std::size_t dot = name.find('.', kGgufLayerPrefix.size());
+  if (dot == std::string_view::npos) return false;
+  const std::string_view rest = name.substr(dot + 1);
+  for (const std::string_view module : {"ffn_gate.", "ffn_up.", "ffn_down."}) {
+    if (!rest.starts_with(module)) continue;
+    const std::string_view expert = rest.substr(module.size());
+    return !expert.empty() && std::isdigit(static_cast<unsigned char>(expert.front())) != 0;
+  }
+  return false;
 }
 
 Result<ModelConfig> read_gguf_config(std::string_view label,

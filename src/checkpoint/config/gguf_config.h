@@ -19,8 +19,12 @@ const Family* gguf_family(std::string_view model_type);
 // Whether `name` ("blk.3.ffn_up_exps.weight") belongs to an MoE block: a GGUF block shares its name
 // with attention, norms and dense layers.
 bool is_gguf_moe_tensor(std::string_view name);
+// "blk.3.ffn_up.7.weight": an expert by itself, as llama.cpp wrote them in its first months with experts.
+bool is_gguf_single_expert(std::string_view name);
 
 // Layers are those that hold MoE tensors in `headers` (the parts of one model, first part first).
+// Widths that old files leave out are those that llama.cpp takes: of Qwen's experts
+// feed_forward_length / expert_used_count, of their shared expert feed_forward_length.
 // `label` begins every message. kUnsupported: an architecture without MoE layers here (the nearest
 // is named); kCorruptFile: missing or ill-typed keys; kInvalidArgument, kLimitExceeded: values
 // outside their range; kAmbiguousFormat: a gating function other than the family's.

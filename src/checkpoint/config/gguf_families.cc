@@ -5,7 +5,8 @@
 namespace moesaic::checkpoint {
 namespace {
 
-// GGUF names are the same for every family, and so is the storage: [E, I, H], [E, I, H], [E, H, I].
+// GGUF names are the same for every family, and so is the storage: [E, I, H], [E, I, H], [E, H, I], or
+// [E, 2I, H] of gate and up together.
 // How tokens are routed, which biases exist and what the activation is stays the family's.
 Family as_gguf(const Family& base) {
   Family f = base;
@@ -31,6 +32,12 @@ Family as_gguf(const Family& base) {
   experts.storage = ExpertStorage::kStacked;
   if (!base.layouts[0].bias_suffix.empty()) experts.bias_suffix = ".bias";
   f.layouts = {experts};
+  if (gated) {  // gate above up in one tensor
+    experts.storage = ExpertStorage::kFusedNT;
+    experts.gate = "ffn_gate_up_exps";
+    experts.up = "";
+    f.layouts[1] = experts;
+  }
   return f;
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "checkpoint/config/config_fields.h"
 
@@ -59,7 +60,9 @@ Status step_into(std::string_view name, LanguageModel* model) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(name));
   if (nested == nullptr) return {};
   const std::string outer = model->model_type;
-  *model = {nested, nested, fmt::format("{}: {}", model->where, name), {}};
+  std::vector<std::string_view> path = std::move(model->path);
+  path.push_back(name);
+  *model = {nested, nested, fmt::format("{}: {}", model->where, name), {}, std::move(path)};
   MOESAIC_ASSIGN_OR_RETURN(const auto stated,
                            ConfigFields(*nested, model->where).string("model_type"));
   const Wrapper* wrapper = find_wrapper(outer);
@@ -76,10 +79,20 @@ Status step_into(std::string_view name, LanguageModel* model) {
 
 std::span<const Wrapper> wrappers() { return kWrappers; }
 
+std::vector<ConfigHolder> holders_of(const nlohmann::json& top, const LanguageModel& model) {
+  std::vector<ConfigHolder> holders = {{&top, "config.json"}};
+  for (const std::string_view name : model.path) {
+    const ConfigHolder& outer = holders.back();
+    holders.push_back(
+        {&outer.object->at(std::string(name)), fmt::format("{}: {}", outer.where, name)});
+  }
+  return holders;
+}
+
 // Multimodal wrappers nest the language model under text_config; models that also speak nest both
 // of it under thinker_config.
 Result<LanguageModel> find_language_model(const nlohmann::json& top) {
-  LanguageModel model{&top, nullptr, "config.json", {}};
+  LanguageModel model{&top, nullptr, "config.json", {}, {}};
   MOESAIC_ASSIGN_OR_RETURN(const auto type, ConfigFields(top, model.where).string("model_type"));
   model.model_type = type.value_or("");
   for (const std::string_view name : {"thinker_config", "text_config"}) {

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "moesaic/status.h"
 
@@ -23,7 +24,17 @@ struct LanguageModel {
   const nlohmann::json* nested;  // the same where it is inside a wrapper, else null
   std::string where;             // begins every message about it
   std::string model_type;        // stated, or what the wrapper implies; empty: neither
+  // The names that lead from the top to it, outermost first: {"thinker_config", "text_config"}.
+  std::vector<std::string_view> path;
 };
+
+// An object of config.json that holds the language model, or is it, and what begins messages about it.
+struct ConfigHolder {
+  const nlohmann::json* object;
+  std::string where;
+};
+// The top and the objects on the model's path, outermost first.
+std::vector<ConfigHolder> holders_of(const nlohmann::json& top, const LanguageModel& model);
 
 std::span<const Wrapper> wrappers();
 

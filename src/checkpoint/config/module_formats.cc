@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "checkpoint/config/expert_entries.h"
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/quant_config.h"
 #include "checkpoint/container/names.h"
@@ -48,12 +49,6 @@ bool contains(const Parts& name, const Parts& pattern, bool at_end = false) {
 bool is_number(std::string_view part) {
   return !part.empty() && std::all_of(part.begin(), part.end(),
                                       [](unsigned char c) { return std::isdigit(c) != 0; });
-}
-
-// Patterns were tried once when they were read: what matching might refuse was refused then.
-bool regex_hits(const std::string& pattern, std::string_view module) {
-  const Result<bool> hit = regex_matches("", pattern, module);
-  return hit.ok() && *hit;
 }
 
 bool entry_matches(NameRule rule, const std::string& entry, std::string_view module) {
@@ -102,6 +97,13 @@ std::vector<std::int64_t> asked_experts(bool all, std::int64_t num_experts) {
   return asked;
 }
 
+Status too_much_work(std::string_view what, std::uint64_t steps, std::int64_t layers) {
+  return {StatusCode::kLimitExceeded,
+          fmt::format("quantization_config: {}: got about {} steps to match all names for each of "
+                      "{} layers, need at most {} in all; fewer or shorter patterns",
+                      what, steps, layers, kMaxMatchSteps)};
+}
+
 // The experts whose names are checked one by one.
 std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_view experts,
                                           std::int64_t num_experts) {
@@ -127,10 +129,11 @@ Status partly(std::string_view what, std::string_view experts, std::string_view 
 Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
                         std::int64_t num_experts, std::span<const std::string_view> projections) {
   std::string skipped, kept;
-  for (const std::int64_t e : telling_experts(quant, experts, num_experts)) {
+  const QuantConfig narrow = narrowed(quant, experts, projections);
+  for (const std::int64_t e : telling_experts(narrow, experts, num_experts)) {
     for (const std::string_view projection : projections) {
       std::string name = fmt::format("{}.{}.{}", experts, e, projection);
-      (skips_module(quant, name) ? skipped : kept) = std::move(name);
+      (skips_module(narrow, name) ? skipped : kept) = std::move(name);
     }
   }
   if (!skipped.empty() && !kept.empty()) return partly("left out", experts, skipped, kept);
@@ -153,10 +156,10 @@ Status check_override(const QuantConfig& quant, const QuantOverride& entry,
                 fmt::format(" and overrides {}, as everywhere else", entry.difference));
 }
 
-Status check_expert_overrides(const QuantConfig& quant, std::string_view experts,
-                              std::int64_t num_experts,
+Status check_expert_overrides(const QuantConfig& quant, const std::vector<QuantOverride>& overrides,
+                              std::string_view experts, std::int64_t num_experts,
                               std::span<const std::string_view> projections) {
-  for (const QuantOverride& entry : quant.overrides) {
+  for (const QuantOverride& entry : overrides) {
     for (const std::int64_t e : asked_experts(has_digits(entry.pattern), num_experts)) {
       for (const std::string_view projection : projections) {
         MOESAIC_RETURN_IF_ERROR(
@@ -168,6 +171,16 @@ Status check_expert_overrides(const QuantConfig& quant, std::string_view experts
 }
 
 }  // namespace
+
+Status check_match_steps(const QuantConfig& quant, std::int64_t num_layers) {
+  // A layer asks about its experts as a whole and about the linears of its shared expert, skip lists
+  // and groups apart.
+  constexpr std::uint64_t kNamesOfLayer = 8;
+  const std::uint64_t steps = kNamesOfLayer * entries_cost(quant);
+  if (steps <= kMaxMatchSteps / static_cast<std::uint64_t>(std::max<std::int64_t>(num_layers, 1)))
+    return {};
+  return too_much_work("its entries", steps, num_layers);
+}
 
 const QuantConfig& description_of(const QuantConfig& quant, std::string_view module) {
   if (MOESAIC_FAULT(checkpoint_quant_parts_ignored)) return quant;
@@ -216,20 +229,31 @@ LinearFormat module_format(const QuantConfig& whole, std::string_view module) {
 
 Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view experts,
                                     std::int64_t num_experts,
-                                    std::span<const std::string_view> projections) {
+                                    std::span<const std::string_view> projections,
+                                    std::int64_t num_layers) {
   const QuantConfig& quant = description_of(whole, experts);
   if (!quant.quantized()) return LinearFormat{};
-  MOESAIC_RETURN_IF_ERROR(check_expert_overrides(quant, experts, num_experts, projections));
+  const QuantConfig narrow = narrowed(quant, experts, projections);
+  if (quant.rule != NameRule::kParts || !quant.overrides.empty()) {
+    const std::uint64_t names = narrow.overrides.empty()
+                                    ? telling_experts(narrow, experts, num_experts).size()
+                                    : static_cast<std::uint64_t>(num_experts);
+    const std::uint64_t steps = names * projections.size() * entries_cost(narrow);
+    if (steps > kMaxMatchSteps / static_cast<std::uint64_t>(std::max<std::int64_t>(num_layers, 1)))
+      return too_much_work(experts, steps, num_layers);
+  }
+  MOESAIC_RETURN_IF_ERROR(
+      check_expert_overrides(quant, narrow.overrides, experts, num_experts, projections));
   MOESAIC_ASSIGN_OR_RETURN(const bool skipped,
                            skips_experts(quant, experts, num_experts, projections));
   if (skipped) return LinearFormat{};
   if (quant.groups.empty()) return quant.linear;
   std::string first_name;
   LinearFormat first;
-  for (const std::int64_t e : telling_experts(quant, experts, num_experts)) {
+  for (const std::int64_t e : telling_experts(narrow, experts, num_experts)) {
     for (const std::string_view projection : projections) {
       const std::string name = fmt::format("{}.{}.{}", experts, e, projection);
-      const LinearFormat format = module_format(quant, name);
+      const LinearFormat format = module_format(narrow, name);
       if (first_name.empty()) {
         first_name = name;
         first = format;
@@ -253,8 +277,11 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
   // "<experts>.<projection>", or the ends of these names.
   const Parts prefix = split(experts);
   std::set<std::pair<std::int64_t, std::size_t>> listed;
+  std::vector<bool> whole(projections.size(), false);
   const auto list = [&](std::string_view expert, std::size_t projection) {
+    if (whole[projection]) return;
     if (expert == "*") {
+      whole[projection] = true;
       for (std::int64_t e = 0; e < num_experts; ++e) listed.emplace(e, projection);
     } else if (expert.size() <= 9) {  // longer numbers are no expert of ours
       const std::int64_t e = std::stoll(std::string(expert));

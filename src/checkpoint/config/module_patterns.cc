@@ -4,11 +4,12 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <map>
+#include <cctype>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <regex>
+#include <unordered_map>
 
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
@@ -27,12 +28,121 @@ const auto kSyntax = std::regex_constants::ECMAScript;
 
 // A compiled pattern has a state of some 50 bytes for each byte of the pattern, as often as it is
 // repeated: at most about 1 MB, and 32 MB of all that are kept.
-constexpr std::size_t kMaxCached = 32;
-constexpr std::uint64_t kMaxStates = 16384;
+constexpr std::uint64_t kMaxStates = 16384, kMaxCachedStates = 32 * kMaxStates;
+
+// Compiled patterns: the same ones are asked about thousands of modules. No regex: malformed.
+struct Compiled {
+  std::optional<std::regex> regex;
+  std::vector<std::string> texts;
+};
+std::shared_ptr<const Compiled> compiled(const std::string& pattern) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, std::shared_ptr<const Compiled>> cache;
+  static std::uint64_t cached_states = 0;
+  const std::lock_guard lock(mutex);
+  const auto it = cache.find(pattern);
+  if (it != cache.end()) return it->second;
+  auto made = std::make_shared<Compiled>();
+  try {
+    made->regex.emplace(pattern, kSyntax);
+  } catch (const std::regex_error&) {
+  }
+  made->texts = texts_of_regex(pattern);
+  const std::uint64_t states = regex_states(pattern);
+  if (cached_states + states > kMaxCachedStates) {
+    cache.clear();
+    cached_states = 0;
+  }
+  cached_states += states;
+  cache.emplace(pattern, made);
+  return made;
+}
+
+// The end of the class of characters that begins at `at`; npos: not a simple one.
+std::size_t end_of_class(std::string_view pattern, std::size_t at) {
+  const std::size_t first = at + (pattern.substr(at + 1).starts_with('^') ? 2 : 1);
+  const std::size_t end = pattern.find_first_of("]\\[", first);
+  return end != pattern.npos && end > first && pattern[end] == ']' ? end : pattern.npos;
+}
+
+// The end of the group that begins at `at`; npos: not a simple one.
+std::size_t end_of_group(std::string_view pattern, std::size_t at) {
+  int depth = 0;
+  for (std::size_t i = at; i < pattern.size(); ++i) {
+    if (pattern[i] == '\\')
+      ++i;
+    else if (pattern[i] == '[')
+      i = end_of_class(pattern, i);
+    else if (pattern[i] == '(')
+      ++depth;
+    else if (pattern[i] == ')' && --depth == 0)
+      return i;
+    if (i == pattern.npos) break;
+  }
+  return pattern.npos;
+}
+
+}  // namespace
+
+std::vector<std::string> texts_of_regex(std::string_view pattern) {
+  std::vector<std::string> texts;
+  std::string run;
+  const auto flush = [&] {
+    if (!run.empty()) texts.push_back(run);
+    run.clear();
+  };
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    char c = pattern[i];
+    bool literal = true;
+    if (c == '\\') {
+      if (++i == pattern.size()) return {};
+      c = pattern[i];
+      literal = std::isalnum(static_cast<unsigned char>(c)) == 0;
+      // Classes are any text; other letters begin codes of characters.
+      if (!literal && std::string_view("dDwWsSbB").find(c) == std::string_view::npos) return {};
+    } else if (c == '[' || c == '(') {
+      literal = false;
+      i = c == '[' ? end_of_class(pattern, i) : end_of_group(pattern, i);
+      if (i == pattern.npos) return {};
+    } else if (c == '{') {
+      literal = false;
+      i = pattern.find('}', i);
+      if (i == pattern.npos) return {};
+    } else if (std::string_view("|)]}").find(c) != std::string_view::npos) {
+      return {};
+    } else if (std::string_view(".^$*+?").find(c) != std::string_view::npos) {
+      literal = false;
+    }
+    if (!literal) {
+      flush();
+      continue;
+    }
+    const char next = i + 1 < pattern.size() ? pattern[i + 1] : '\0';
+    if (next == '*' || next == '?' || next == '{') {
+      flush();  // without this one, which may be left out
+    } else {
+      run += c;
+    }
+  }
+  flush();
+  return texts;
+}
+
+std::vector<std::string> texts_of_glob(std::string_view pattern) {
+  std::vector<std::string> texts;
+  // Behind a class or an escape nothing is known.
+  pattern = pattern.substr(0, pattern.find_first_of("[\\"));
+  while (!pattern.empty()) {
+    const std::size_t end = std::min(pattern.find_first_of("*?"), pattern.size());
+    if (end > 0) texts.emplace_back(pattern.substr(0, end));
+    pattern.remove_prefix(std::min(end + 1, pattern.size()));
+  }
+  return texts;
+}
 
 // At least as many as the states of the pattern: its bytes times all counts in braces, as if they
 // were nested.
-std::uint64_t estimated_states(std::string_view pattern) {
+std::uint64_t regex_states(std::string_view pattern) {
   std::uint64_t states = pattern.size();
   for (std::size_t i = 0; i < pattern.size(); ++i) {
     if (pattern[i] != '{') continue;
@@ -49,25 +159,6 @@ std::uint64_t estimated_states(std::string_view pattern) {
   return states;
 }
 
-// Compiled patterns: the same few are asked about thousands of modules. Null: malformed.
-std::shared_ptr<const std::regex> compiled(const std::string& pattern) {
-  static std::mutex mutex;
-  static std::map<std::string, std::shared_ptr<const std::regex>> cache;
-  const std::lock_guard lock(mutex);
-  const auto it = cache.find(pattern);
-  if (it != cache.end()) return it->second;
-  std::shared_ptr<const std::regex> made;
-  try {
-    made = std::make_shared<const std::regex>(pattern, kSyntax);
-  } catch (const std::regex_error&) {
-  }
-  if (cache.size() >= kMaxCached) cache.clear();
-  cache.emplace(pattern, made);
-  return made;
-}
-
-}  // namespace
-
 Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                            std::string_view name) {
   const auto refuse = [&](std::string_view why) {
@@ -77,20 +168,30 @@ Result<bool> regex_matches(std::string_view field, const std::string& pattern,
   if (pattern.size() > kMaxPatternBytes) {
     return refuse(fmt::format("has {} bytes, need at most {}", pattern.size(), kMaxPatternBytes));
   }
-  if (estimated_states(pattern) > kMaxStates && !MOESAIC_FAULT(checkpoint_regex_any_count)) {
+  if (regex_states(pattern) > kMaxStates && !MOESAIC_FAULT(checkpoint_regex_any_count)) {
     return refuse(
         fmt::format("repeats too much, need at most {} for its bytes times its counts "
                     "in braces",
                     kMaxStates));
   }
-  const std::shared_ptr<const std::regex> regex = compiled(pattern);
-  if (!regex) return refuse("is malformed or not supported");
+  const std::shared_ptr<const Compiled> made = compiled(pattern);
+  if (!made->regex) return refuse("is malformed or not supported");
   try {
-    return std::regex_search(name.begin(), name.end(), *regex,
+    return std::regex_search(name.begin(), name.end(), *made->regex,
                              std::regex_constants::match_continuous);
   } catch (const std::regex_error&) {
     return refuse("is too complex");
   }
+}
+
+bool regex_hits(const std::string& pattern, std::string_view name) {
+  if (pattern.size() <= kMaxPatternBytes && regex_states(pattern) <= kMaxStates) {
+    for (const std::string& text : compiled(pattern)->texts) {
+      if (name.find(text) == name.npos) return false;
+    }
+  }
+  const Result<bool> hit = regex_matches("", pattern, name);
+  return hit.ok() && *hit;
 }
 
 bool glob_matches(const std::string& pattern, const std::string& name) {

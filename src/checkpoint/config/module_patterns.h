@@ -1,8 +1,10 @@
 // Patterns for module names, from untrusted files: bounded in size and time.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "moesaic/status.h"
 
@@ -16,6 +18,18 @@ inline constexpr std::size_t kMaxPatternBytes = 512;
 // malformed or too complex. `field` begins the message.
 Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                            std::string_view name);
+
+// The same of a pattern that was tried once: false where regex_matches refuses. Quick where the name
+// has not all of the pattern's texts.
+bool regex_hits(const std::string& pattern, std::string_view name);
+
+// Texts that are in every name that the pattern matches ("layers.3." of ".*layers\\.3\\..*"); some of
+// them, or none.
+std::vector<std::string> texts_of_regex(std::string_view pattern);
+std::vector<std::string> texts_of_glob(std::string_view pattern);
+
+// What a match costs at most, in steps: bytes of the pattern times its counts in braces.
+std::uint64_t regex_states(std::string_view pattern);
 
 // Shell pattern (*, ?, [..]) for the whole name.
 bool glob_matches(const std::string& pattern, const std::string& name);

@@ -164,13 +164,16 @@ Status check_patterns(const std::string& where, const QuantConfig& quant) {
 
 }  // namespace
 
-Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann::json* nested) {
+Result<QuantConfig> parse_quant_config(const nlohmann::json& top) {
+  const std::array<ConfigHolder, 1> holders = {{{&top, "config.json"}}};
+  return parse_quant_config(holders);
+}
+
+Result<QuantConfig> parse_quant_config(std::span<const ConfigHolder> holders) {
   const nlohmann::json* found = nullptr;
   std::string found_where;
   for (const std::string_view key : {"quantization_config", "compression_config"}) {
-    for (const nlohmann::json* holder : {&top, nested}) {
-      if (holder == nullptr) continue;
-      const std::string where = holder == &top ? "config.json" : "config.json: text_config";
+    for (const auto& [holder, where] : holders) {
       MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object,
                                ConfigFields(*holder, where).object(key));
       if (object == nullptr) continue;

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "checkpoint/config/language_model.h"
 #include "checkpoint/config/linear_format.h"
 #include "moesaic/status.h"
 
@@ -73,10 +74,11 @@ struct QuantPart {
 inline constexpr const char* kExpertsPart = "routed_experts";
 inline constexpr const char* kOthersPart = "other_modules";
 
-// `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
-// then compression_config, in both; two that differ are kAmbiguousFormat. kUnsupported names the
-// method, kCorruptFile and kInvalidArgument the field.
-Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann::json* nested);
+// Looks at quantization_config, then compression_config, in every holder (holders_of); two that differ
+// are kAmbiguousFormat. kUnsupported names the method, kCorruptFile and kInvalidArgument the field.
+Result<QuantConfig> parse_quant_config(std::span<const ConfigHolder> holders);
+// At the top alone.
+Result<QuantConfig> parse_quant_config(const nlohmann::json& top);
 
 // The same from a file beside config.json: hf_quant_config.json (ModelOpt), quantize_config.json
 // (GPTQ), quant_config.json (AWQ). `name` begins every message.
@@ -110,9 +112,19 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts, std::span<const std::string_view> projections);
 
 // The one format of all of them; kUnsupported also when groups give them several. Errors of
-// check_overrides.
+// check_overrides. kLimitExceeded: to match every name would take more than kMaxMatchSteps with
+// num_layers such layers.
 Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
                                     std::int64_t num_experts,
-                                    std::span<const std::string_view> projections);
+                                    std::span<const std::string_view> projections,
+                                    std::int64_t num_layers = 1);
+
+// Comparisons of bytes, nearly, of all layers together: seconds, or a minute of regular expressions
+// that are made to be slow. Models that list every projection of 61 layers of 384 experts need 1/4.
+inline constexpr std::uint64_t kMaxMatchSteps = std::uint64_t{1} << 32;
+
+// kLimitExceeded for more entries than can be matched with the few names of each layer that are not
+// experts'.
+Status check_match_steps(const QuantConfig& quant, std::int64_t num_layers);
 
 }  // namespace moesaic::checkpoint

@@ -7,6 +7,7 @@
 #include <cctype>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -21,26 +22,28 @@ constexpr std::size_t kMaxNamesShown = 4;
 constexpr std::string_view kSingleFile = "model.safetensors";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
-// The shard number of model-NNNNN-of-NNNNN.safetensors and the count, or {0, 0}.
+// The shard number of model-NNNNN-of-NNNNN.safetensors and the count, or {0, 0}. DeepSeek's own files
+// have six digits in the count.
 std::pair<unsigned long, unsigned long> shard_number(std::string_view name) {
-  constexpr std::string_view kPrefix = "model-";
-  constexpr std::size_t kDigits = 5;
-  constexpr std::string_view kOf = "-of-";
-  if (name.size() != kPrefix.size() + 2 * kDigits + kOf.size() + kSafetensorsExtension.size() ||
-      !name.starts_with(kPrefix) || !name.ends_with(kSafetensorsExtension) ||
-      name.substr(kPrefix.size() + kDigits, kOf.size()) != kOf) {
-    return {0, 0};
-  }
-  const auto number = [](std::string_view digits) {
+  constexpr std::string_view kPrefix = "model-", kOf = "-of-";
+  constexpr std::size_t kLeastDigits = 5, kMostDigits = 9;
+  if (!name.starts_with(kPrefix) || !name.ends_with(kSafetensorsExtension)) return {0, 0};
+  name.remove_prefix(kPrefix.size());
+  name.remove_suffix(kSafetensorsExtension.size());
+  const std::size_t of = name.find(kOf);
+  if (of == name.npos) return {0, 0};
+  const auto number = [](std::string_view digits) -> std::optional<unsigned long> {
+    if (digits.size() < kLeastDigits || digits.size() > kMostDigits) return std::nullopt;
     unsigned long n = 0;
     for (const char c : digits) {
-      if (std::isdigit(static_cast<unsigned char>(c)) == 0) return 0UL;
+      if (std::isdigit(static_cast<unsigned char>(c)) == 0) return std::nullopt;
       n = n * 10 + static_cast<unsigned long>(c - '0');
     }
     return n;
   };
-  return {number(name.substr(kPrefix.size(), kDigits)),
-          number(name.substr(kPrefix.size() + kDigits + kOf.size(), kDigits))};
+  const auto shard = number(name.substr(0, of)), count = number(name.substr(of + kOf.size()));
+  if (!shard || !count) return {0, 0};
+  return {*shard, *count};
 }
 
 // The files of a folder without an index, sorted: model.safetensors and complete numbered sets.

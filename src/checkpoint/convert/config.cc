@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "checkpoint/config/language_model.h"
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/python_constants.h"
 #include "checkpoint/container/mapped_file.h"
@@ -34,14 +35,25 @@ std::string method_of(const Json& description) {
   return method != description.end() && method->is_string() ? method->get<std::string>() : "";
 }
 
-// The description in config.json; null: none. Where both holders have it they are equal: else the
+// The top of config.json and every object in it that the language model lies in or is.
+std::vector<Json*> holders(Json* config) {
+  std::vector<Json*> found = {config};
+  const auto unordered = nlohmann::json::parse(config->dump(), nullptr, false);
+  const Result<LanguageModel> model = find_language_model(unordered);
+  if (!model.ok() || MOESAIC_FAULT(convert_looks_for_quantization_at_the_top)) return found;
+  for (const std::string_view name : model->path) {
+    found.push_back(&(*found.back())[std::string(name)]);
+  }
+  return found;
+}
+
+// The description in config.json; null: none. Where several holders have it they are equal: else the
 // checkpoint would not have opened.
-Json stated_in_config(const Json& config) {
+Json stated_in_config(Json config) {
+  const std::vector<Json*> all = holders(&config);
   for (const char* key : kDescriptions) {
-    for (const Json* holder :
-         {&config, config.contains("text_config") ? &config["text_config"] : nullptr}) {
-      if (holder == nullptr || !holder->is_object() || !holder->contains(key)) continue;
-      if ((*holder)[key].is_object()) return (*holder)[key];
+    for (const Json* holder : all) {
+      if (holder->contains(key) && (*holder)[key].is_object()) return (*holder)[key];
     }
   }
   return nullptr;
@@ -244,7 +256,7 @@ Result<SourceQuantization> read_source_quantization(const std::string& directory
     source.json = Json(source.json[kOthersPart]["quantization_config"]);
   }
   const nlohmann::json unordered = {{kDescriptions[0], nlohmann::json::parse(source.json.dump())}};
-  MOESAIC_ASSIGN_OR_RETURN(source.parsed, parse_quant_config(unordered, nullptr));
+  MOESAIC_ASSIGN_OR_RETURN(source.parsed, parse_quant_config(unordered));
   return source;
 }
 
@@ -293,11 +305,8 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
 Result<std::string> converted_config(std::string_view config, const Json& quantization) {
   Json json = parse_config(config);
   if (!json.is_object()) return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
-  for (const char* key : kDescriptions) {
-    json.erase(key);
-    if (json.contains("text_config") && json["text_config"].is_object()) {
-      json["text_config"].erase(key);
-    }
+  for (Json* holder : holders(&json)) {
+    for (const char* key : kDescriptions) holder->erase(key);
   }
   json[kDescriptions[0]] = quantization;
   return unquote_python_constants(json.dump(2)) + "\n";

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
@@ -44,9 +45,9 @@ Status io_error(const std::string& path, std::string_view what, const std::error
 Status write_text(const std::string& path, const std::string& text) {
   std::ofstream out(path, std::ios::binary);
   out.write(text.data(), static_cast<std::streamsize>(text.size()));
-  out.flush();
-  if (out.good()) return {};
-  return {StatusCode::kIo, path + ": cannot write"};
+  out.close();
+  if (!out.good()) return {StatusCode::kIo, path + ": cannot write"};
+  return checkpoint::flush_to_disk(path);
 }
 
 // GGUF names, blocks and metadata have no place in a folder of safetensors.
@@ -176,11 +177,12 @@ class Converter {
     for (const checkpoint::ShardSet::Located& t : shards.tensors()) {
       shard_files.insert(fs::path(t.file->path()).filename().string());
     }
-    std::vector<std::string> left_out;
+    std::map<std::string_view, std::set<std::string>> left_out;  // by what they are
     std::error_code error;
-    for (const fs::directory_entry& entry : fs::directory_iterator(from_, error)) {
-      const std::string name = entry.path().filename().string();
-      const std::string extension = entry.path().extension().string();
+    for (fs::directory_iterator it(from_, error), end; !error && it != end; it.increment(error)) {
+      const fs::path& path = it->path();
+      const std::string name = path.filename().string();
+      const std::string extension = path.extension().string();
       const bool weights = extension == ".bin" || extension == ".pt" || extension == ".pth" ||
                            extension == ".gguf" || shard_files.count(name) > 0 ||
                            (extension == ".safetensors" &&
@@ -190,18 +192,24 @@ class Converter {
                              name == "quant_config.json" || name == checkpoint::kConversionRecord ||
                              name == checkpoint::kConversionMark;
       if (weights || rewritten) continue;
-      if (!entry.is_regular_file(error)) {
-        left_out.push_back(checkpoint::quote_name(name));
+      std::error_code unknown;  // of a link that leads nowhere, which is no failure of this list
+      const fs::file_type type = fs::status(path, unknown).type();
+      if (type != fs::file_type::regular) {
+        const char* what = type == fs::file_type::directory   ? "folders"
+                           : type == fs::file_type::not_found ? "links to nothing"
+                                                              : "other entries";
+        left_out[what].insert(checkpoint::quote_name(name));
         continue;
       }
-      fs::copy_file(entry.path(), folder.file(name), error);
-      if (error) return output(io_error(name, "copy", error));
+      std::error_code failure;
+      fs::copy_file(path, folder.file(name), failure);
+      if (failure) return output(io_error(name, "copy", failure));
+      MOESAIC_RETURN_IF_ERROR(output(checkpoint::flush_to_disk(folder.file(name))));
     }
     if (error) return io_error(from_, "list", error);
-    std::sort(left_out.begin(), left_out.end());
-    if (!left_out.empty()) {
+    for (const auto& [what, names] : left_out) {
       report_.notes.push_back(
-          fmt::format("folders of the source are not copied: {}", fmt::join(left_out, ", ")));
+          fmt::format("{} of the source are not copied: {}", what, fmt::join(names, ", ")));
     }
     return {};
   }

@@ -196,7 +196,27 @@ std::string remove_leftover(const std::string& folder, long process) {
   return fmt::format("removed {}, left over by process {}, which is gone", name, process);
 }
 
+// Names that a folder has, as they are now. Some file systems refuse: what they keep is theirs.
+void flush_folder(const fs::path& folder) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return;
+  (void)::fsync(fd);
+  ::close(fd);
+}
+struct FlushedAtEnd {
+  fs::path folder;
+  ~FlushedAtEnd() { flush_folder(folder); }
+};
+
 }  // namespace
+
+Status flush_to_disk(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return system_error(path, "flush", errno);
+  const int number = ::fsync(fd) == 0 ? 0 : errno;
+  ::close(fd);
+  return number == 0 ? Status() : system_error(path, "flush", number);
+}
 
 Result<ConvertDestination> check_destination(const std::string& from, const std::string& to,
                                              bool force) {
@@ -304,6 +324,8 @@ Status TemporaryFolder::commit() {
   const auto failed = [&](int number) {
     return system_error(path, "give the finished folder this name", number);
   };
+  flush_folder(temporary_);
+  const FlushedAtEnd parent{fs::path(path).parent_path()};
   if (!exists || fs::is_empty(path, error)) {
     if (std::rename(temporary_.c_str(), path.c_str()) != 0) return failed(errno);
     temporary_.clear();

@@ -34,6 +34,9 @@ Result<ConvertDestination> check_destination(const std::string& from, const std:
 // named.
 void remove_leftovers(const std::string& path, std::vector<std::string>* notes);
 
+// The bytes of a file that was written, to the disk. kIo.
+Status flush_to_disk(const std::string& path);
+
 // A folder under a temporary name beside its destination; removed unless commit() succeeded.
 class TemporaryFolder {
  public:
@@ -46,7 +49,8 @@ class TemporaryFolder {
   std::string file(std::string_view name) const;
   // Sorted names of what lies in it, without the mark.
   Result<std::vector<std::string>> files() const;
-  // Gives it the destination's name in one step; a folder that is replaced goes afterwards.
+  // Gives it the destination's name in one step, which is then on the disk as well; a folder that is
+  // replaced goes afterwards.
   // kInvalidArgument when files that are not a conversion's appeared there meanwhile, kIo.
   Status commit();
 

@@ -38,9 +38,11 @@ bool belongs_to(std::string_view pattern, std::string_view name) {
   return name.empty() || name.front() == '.' || name.front() == '_';
 }
 
-// Block of a layer relative to its layer: "mlp" of "model.layers.3.mlp".
+// Block of a layer relative to its layer: "mlp" of "model.layers.3.mlp", nothing of "layers.3".
 bool in_block(const MoeLayerSpec& spec, const ExpertLayout& layout) {
-  return layout.present() && spec.prefix.ends_with(std::string(1, '.').append(layout.block));
+  const std::string last =
+      layout.block.empty() ? std::to_string(spec.layer) : std::string(layout.block);
+  return layout.present() && spec.prefix.ends_with("." + last);
 }
 
 Result<PlannedLayer> plan_layer_target(const MoeLayerSpec& spec, const Family& family,
@@ -187,7 +189,7 @@ class Planner {
       }
       plan_.layers.push_back(std::move(layer));
     }
-    plan_copies();
+    MOESAIC_RETURN_IF_ERROR(plan_copies());
     MOESAIC_RETURN_IF_ERROR(describe());
     for (std::size_t i = 0; i < plan_.layers.size(); ++i) {
       PlannedShard shard = plan_experts(plan_.layers[i], plan_.format);
@@ -222,7 +224,7 @@ class Planner {
     return -1;
   }
 
-  void plan_copies() {
+  Status plan_copies() {
     std::set<std::string, std::less<>> weights, quantized;  // linears
     for (const ShardSet::Located& t : shards_.tensors()) {
       const std::string& name = t.info->name;
@@ -231,6 +233,10 @@ class Planner {
         plan_.layers[static_cast<std::size_t>(layer)].bytes_in +=
             static_cast<std::int64_t>(t.info->bytes());
         continue;
+      }
+      if (t.info->rank > kMaxRank) {
+        return {StatusCode::kUnsupported, fmt::format("convert: {}: got rank {}, need at most {}",
+                                                      quote_name(name), t.info->rank, kMaxRank)};
       }
       add_copy(t);
       const std::string_view linear = quantized_linear_of(name);
@@ -247,6 +253,7 @@ class Planner {
     std::set_difference(weights.begin(), weights.end(), quantized.begin(), quantized.end(),
                         std::back_inserter(modules_.plain));
     modules_.quantized.assign(quantized.begin(), quantized.end());
+    return {};
   }
 
   Status describe() {

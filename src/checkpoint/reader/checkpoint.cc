@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -88,6 +89,8 @@ struct Checkpoint::Impl {
     if (!parsed.ok()) return parsed.status().with_context(directory);
     config = std::move(*parsed);
     MOESAIC_RETURN_IF_ERROR(read_side_files(directory, &config.quant).with_context(directory));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::check_match_steps(config.quant, std::ssize(config.layers))
+                                .with_context(directory));
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::ShardSet set,
                              checkpoint::ShardSet::open(directory, access));
     shards = std::make_shared<const checkpoint::ShardSet>(std::move(set));
@@ -132,10 +135,11 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options&
     } else if (checkpoint::has_gguf_magic(directory) || directory.ends_with(".gguf")) {
       MOESAIC_RETURN_IF_ERROR(impl->open_gguf(options.access));
     } else {
+      const char* found =
+          std::filesystem::exists(directory, error) ? "is not a folder" : "no such folder";
       return Status(StatusCode::kNotFound,
-                    fmt::format("{}: no such folder, need one with config.json and safetensors, "
-                                "or a GGUF file",
-                                checkpoint::quote_name(directory)));
+                    fmt::format("{}: {}, need one with config.json and safetensors, or a GGUF file",
+                                checkpoint::quote_name(directory), found));
     }
     for (const MoeLayerSpec& spec : impl->config.layers) {
       // A layer that cannot be resolved keeps what the configuration says; problems() tells why.

@@ -96,7 +96,10 @@ Status MlpReader::write_scales(const Window& w, const std::vector<float>& scales
                              {w.rows, groups});
   const TensorView bytes(m->scale.data() + w.to * groups, DType::kF8E4M3, {w.rows, groups});
   const TensorView channel(m->channel_scale.data() + w.to * 4, DType::kF32, {w.rows});
-  return quant::split_int4_fp8_scales(wide, bytes, channel);
+  const Status split = quant::split_int4_fp8_scales(wide, bytes, channel);
+  if (split.ok()) return {};
+  return {split.code(),
+          fmt::format("{}: {}", quote_name(name(TensorKind::kScale, w)), split.message())};
 }
 
 Status MlpReader::write_codes(ConstTensorView codes, int bias, const Window& w, MatrixBuffers* m) {

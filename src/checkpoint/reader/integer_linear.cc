@@ -72,8 +72,8 @@ class IntegerReader {
     MOESAIC_RETURN_IF_ERROR(check_zero_bias());
     MOESAIC_RETURN_IF_ERROR(read_codes());
     MOESAIC_RETURN_IF_ERROR(read_zeros());
-    MOESAIC_RETURN_IF_ERROR(read_scales());
     MOESAIC_RETURN_IF_ERROR(read_group_index());
+    MOESAIC_RETURN_IF_ERROR(read_scales());
     return std::move(out_);
   }
 
@@ -163,7 +163,8 @@ class IntegerReader {
                                *odd, at / out_.groups, at % out_.groups, fixed));
   }
 
-  // GPTQ and AWQ store [groups, rows], compressed-tensors [rows, groups].
+  // GPTQ and AWQ store [groups, rows], compressed-tensors [rows, groups]. Behind the group index, which
+  // says where the weights of a group are.
   Status read_scales() {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read(TensorKind::kScale));
     const std::int64_t rows = out_.rows, groups = out_.groups;
@@ -174,19 +175,24 @@ class IntegerReader {
             scale.data(), scale.dtype(), words_.by_groups ? g * rows + r : r * groups + g);
       }
     }
-    return check_f32_scales({name(TensorKind::kScale)}, out_.scales.data(), rows, groups,
-                            [&](std::int64_t r, std::int64_t g) { return group_is_zero(r, g); });
+    // Negative ones of activations that are quantised as well: split_int4_fp8_scales says no.
+    return check_f32_scales(
+        {name(TensorKind::kScale)}, out_.scales.data(), rows, groups,
+        [&](std::int64_t r, std::int64_t g) { return group_is_zero(r, g); }, ScaleSigns::kEither);
   }
 
-  // Whether all codes of the group are the zero point. Not called with a group index.
+  // Whether all codes of the group are the zero point.
   bool group_is_zero(std::int64_t row, std::int64_t group) const {
     const std::int64_t size = format_.group_size > 0 ? format_.group_size : out_.columns;
     const std::uint8_t zero = out_.zeros.present()
                                   ? out_.zeros.as<std::uint8_t>()[row * out_.groups + group]
                                   : static_cast<std::uint8_t>(1 << (format_.bits - 1));
     const auto* codes = out_.codes.as<std::uint8_t>() + row * out_.columns;
-    return std::all_of(codes + group * size, codes + std::min((group + 1) * size, out_.columns),
-                       [&](std::uint8_t code) { return code == zero; });
+    for (std::int64_t c = group * size; c < std::min((group + 1) * size, out_.columns); ++c) {
+      const bool in_order = out_.perm.empty() || MOESAIC_FAULT(checkpoint_forget_act_order);
+      if (codes[in_order ? c : out_.perm[static_cast<std::size_t>(c)]] != zero) return false;
+    }
+    return true;
   }
 
   Status read_group_index() {

@@ -44,11 +44,13 @@ Status check_e8m0_scales(const Place& place, const std::uint8_t* scales, std::in
       "a power of two");
 }
 
-Status bad_scale(const Place& place, float scale, std::int64_t row, std::int64_t col) {
+Status bad_scale(const Place& place, float scale, std::int64_t row, std::int64_t col,
+                 ScaleSigns signs) {
   return {StatusCode::kCorruptFile,
-          fmt::format("{}: got scale {} at [{}, {}], need a finite number > 0 (0 only over weights "
+          fmt::format("{}: got scale {} at [{}, {}], need a finite number{} (0 only over weights "
                       "that are all zero)",
-                      quote_name(place.name), scale, place.row(row), place.first_col + col)};
+                      quote_name(place.name), scale, place.row(row), place.first_col + col,
+                      signs == ScaleSigns::kPositive ? " > 0" : "")};
 }
 
 }  // namespace moesaic::checkpoint

@@ -83,7 +83,7 @@ Result<checkpoint::QuantConfig> parse_quantization(std::string_view json) {
                                       {checkpoint::kMaxConfigBytes, checkpoint::kMaxConfigDepth}));
   nlohmann::json top = nlohmann::json::object();
   top["quantization_config"] = std::move(object);
-  return checkpoint::parse_quant_config(top, nullptr);
+  return checkpoint::parse_quant_config(top);
 }
 
 }  // namespace

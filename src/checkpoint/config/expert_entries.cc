@@ -1,0 +1,91 @@
+#include "checkpoint/config/expert_entries.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "checkpoint/config/module_patterns.h"
+
+namespace moesaic::checkpoint {
+namespace {
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// Whether `<experts>.<e>.<projection>` can have the text in it for any e.
+bool can_be_in_experts(std::string_view text, std::string_view experts,
+                       std::span<const std::string_view> projections) {
+  const std::string before = fmt::format("{}.", experts);
+  if (before.find(text) != std::string::npos) return true;
+  for (const std::string_view projection : projections) {
+    const std::string behind = fmt::format(".{}", projection);
+    if (behind.find(text) != std::string::npos) return true;
+    // Over the number, or a part of it: what is in front of it and behind it must fit.
+    for (std::size_t begin = 0; begin < text.size(); ++begin) {
+      if (!before.ends_with(text.substr(0, begin))) continue;
+      for (std::size_t end = begin; end < text.size() && is_digit(text[end]);) {
+        ++end;
+        if (behind.starts_with(text.substr(end))) return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool can_match_experts(const std::vector<std::string>& texts, std::string_view experts,
+                       std::span<const std::string_view> projections) {
+  return std::all_of(texts.begin(), texts.end(), [&](const std::string& text) {
+    return can_be_in_experts(text, experts, projections);
+  });
+}
+
+// Steps that it takes at most to match an entry, where a step is about one comparison of bytes.
+std::uint64_t regex_cost(std::string_view pattern) {
+  return 16 * regex_states(pattern);  // most characters of a name leave a few states alive
+}
+std::uint64_t entry_cost(NameRule rule, std::string_view entry) {
+  if (rule != NameRule::kExactOrRegex) return entry.size() + 1;
+  return entry.starts_with("re:") ? regex_cost(entry.substr(3)) : 1;
+}
+}  // namespace
+
+QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
+                     std::span<const std::string_view> projections) {
+  const auto may_match = [&](const std::string& entry) {
+    if (quant.rule == NameRule::kGlob)
+      return can_match_experts(texts_of_glob(entry), experts, projections);
+    if (quant.rule == NameRule::kParts) return true;
+    if (!entry.starts_with("re:")) return entry == "Linear" || entry.starts_with(experts);
+    return can_match_experts(texts_of_regex(std::string_view(entry).substr(3)), experts,
+                             projections);
+  };
+  QuantConfig narrow;
+  narrow.linear = quant.linear;
+  narrow.rule = quant.rule;
+  std::copy_if(quant.skips.begin(), quant.skips.end(), std::back_inserter(narrow.skips), may_match);
+  for (const QuantGroup& group : quant.groups) {
+    narrow.groups.push_back({group.name, group.format, {}});
+    std::copy_if(group.targets.begin(), group.targets.end(),
+                 std::back_inserter(narrow.groups.back().targets), may_match);
+  }
+  std::copy_if(quant.overrides.begin(), quant.overrides.end(), std::back_inserter(narrow.overrides),
+               [&](const QuantOverride& entry) {
+                 return can_match_experts(texts_of_regex(entry.pattern), experts, projections);
+               });
+  return narrow;
+}
+
+std::uint64_t entries_cost(const QuantConfig& quant) {
+  std::uint64_t cost = 0;
+  for (const std::string& entry : quant.skips) cost += entry_cost(quant.rule, entry);
+  for (const QuantGroup& group : quant.groups) {
+    for (const std::string& target : group.targets) cost += entry_cost(quant.rule, target);
+  }
+  for (const QuantOverride& entry : quant.overrides) cost += regex_cost(entry.pattern);
+  for (const QuantPart& part : quant.parts) cost += part.modules.size() + entries_cost(part.quant);
+  return cost;
+}
+
+}  // namespace moesaic::checkpoint

@@ -1,0 +1,22 @@
+// Which entries of a quantisation's configuration may concern a layer's experts, and what it costs to
+// match them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "checkpoint/config/quant_config.h"
+
+namespace moesaic::checkpoint {
+
+// The description with those entries alone that some expert's projection may match; of each other
+// one, none does.
+QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
+                     std::span<const std::string_view> projections);
+
+// Steps that it takes at most to match one name with all entries, where a step is about one comparison
+// of bytes.
+std::uint64_t entries_cost(const QuantConfig& quant);
+
+}  // namespace moesaic::checkpoint
