@@ -224,12 +224,12 @@ class Balance(ToolTest):
         for bad in ("", "{}", "[]", "[1, \"x\"]", "[[1, 2], [3]]"):
             self.assertEqual(self.balance(bad, "--ranks", 1).returncode, BAD_INPUT, bad)
         self.assertEqual(self.balance([1, 2, 3], "--ranks", 2).returncode, USAGE)
-        # The algorithm would set both aside.
-        for shape in (("--nodes", 3, "--groups", 4), ("--nodes", 2)):
-            result = self.balance(self.LOAD, "--ranks", 6, *shape)
-            self.assertEqual(result.returncode, USAGE)
-            self.assertIn("--groups: got", result.stderr)
-            self.assertIn("a multiple of --nodes", result.stderr)
+        # Hosts without whole groups: both are set aside, which is said.
+        for shape, policy in ((("--nodes", 3, "--groups", 4), "global"), (("--nodes", 2), "global"), ((), "hierarchical")):
+            result = self.balance(self.LOAD, "--ranks", 2, "--json", *shape)
+            self.assertEqual(json.loads(result.stdout)["policy"], policy)
+            text = self.balance(self.LOAD, "--ranks", 2, *shape).stdout
+            self.assertEqual("is no multiple of --nodes" in text, policy == "global")
         self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, BAD_INPUT)
         self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
 

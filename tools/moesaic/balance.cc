@@ -84,16 +84,6 @@ std::string heat_map(std::span<const double> loads, int ranks, double most) {
 
 int run_balance(const BalanceArguments& state) {
   const Console console = state.common.console();
-  // The placement itself would take neither into account.
-  if (state.groups % state.nodes != 0) {
-    return console.fail(
-        {StatusCode::kInvalidArgument,
-         fmt::format(
-             "--groups: got {}, need a multiple of --nodes {}, so that every host has whole "
-             "groups",
-             state.groups, state.nodes)},
-        Origin::kOption);
-  }
   const Result<Matrix> loads = read_load(state.load);
   if (!loads.ok()) {
     return console.fail(loads.status(), Origin::kFile, "'moesaic run --json' writes such a file");
@@ -119,12 +109,15 @@ int run_balance(const BalanceArguments& state) {
     after.insert(after.end(), new_loads->begin(), new_loads->end());
     maps.push_back(*map);
   }
+  // rebalance_experts(): hosts and groups count only where every host has whole groups.
+  const bool by_node = state.groups % state.nodes == 0;
   const double balanced_before = balancedness(before, state.ranks);
   const double balanced_after = balancedness(after, state.ranks);
   console.emit({{"layers", loads->size()},
                 {"num_experts", experts},
                 {"num_physical", shape.num_physical},
                 {"ranks", state.ranks},
+                {"policy", by_node ? "hierarchical" : "global"},
                 {"physical_to_logical", maps},
                 {"rank_loads_before", before},
                 {"rank_loads_after", after},
@@ -135,6 +128,10 @@ int run_balance(const BalanceArguments& state) {
   console.print(fmt::format(
       "{} layer(s), {} experts and {} redundant on {} ranks; a column is a rank, darker is more\n",
       loads->size(), experts, state.redundant, state.ranks));
+  if (!by_node) {
+    console.print(fmt::format("policy  global: --groups {} is no multiple of --nodes {}\n",
+                              state.groups, state.nodes));
+  }
   console.print(fmt::format("before  balancedness {:.3f} (mean / largest rank load)\n{}",
                             balanced_before, heat_map(before, state.ranks, most)));
   console.print(fmt::format("after   balancedness {:.3f}\n{}", balanced_after,
@@ -169,7 +166,8 @@ Verb make_balance(CLI::App& root) {
   app->add_option("--nodes", state->nodes, "Hosts; ranks of one host are consecutive")
       ->check(whole_number(1, 65536))
       ->capture_default_str();
-  app->add_option("--groups", state->groups, "Expert groups of the router; kept on one host each")
+  app->add_option("--groups", state->groups,
+                  "Expert groups of the router; kept on one host each if a multiple of --nodes")
       ->check(whole_number(1, 65536))
       ->capture_default_str();
   add_output_options(*app, state->common);
