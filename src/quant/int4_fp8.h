@@ -24,7 +24,8 @@ inline constexpr std::int64_t kInt4Fp8GroupUnit = 32;   // a group is a multiple
 //   scale          [N, G]  out, F8_E4M3
 //   channel_scale  [N]     out, F32
 // Errors: kInvalidArgument (a scale that is not finite, naming row and group), kUnsupported (a
-// negative one), shapes, dtypes, layout, aliasing. scale * channel_scale is within 6.3 % of group_scale outside the small groups above.
+// negative one), shapes, dtypes, layout, aliasing. scale * channel_scale is within 6.3 % of
+// group_scale outside the small groups above.
 Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
                              TensorView channel_scale);
 
