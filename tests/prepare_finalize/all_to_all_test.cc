@@ -260,7 +260,7 @@ TEST(AllToAll, RefusesByName) {
 
 // Two spreads of the experts, of the map and of `parallel`, would send rows to the wrong experts.
 TEST(AllToAll, MapsOfAnotherPlacementAreRefusedByAll) {
-  const StandardCase c = test::make_case(31, test::small_problem("bf16"), 6);
+  const StandardCase c = test::make_case(31, test::small_problem("bf16"), 6, DType::kBF16);
   const std::int64_t experts = c.problem.num_experts;
   for (const Transport transport : test::kTransports) {
     TransportSetup setup;
