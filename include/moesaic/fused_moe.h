@@ -290,8 +290,8 @@ class FusedMoE {
   // of a call, given to the next one on the same device, yields the bits of that call; one
   // exception: ids as reported do not carry the weight of identity experts.
   // hidden_states and output may be [B, T, H], rows in that order; then M = B * T in the others.
-  // All tensors but hidden_states are contiguous, and no input overlaps the output or a trace
-  // (kAliasing).
+  // All tensors but hidden_states are contiguous; no input overlaps an output or a trace, and these
+  // do not overlap each other (kAliasing).
   struct Args {
     ConstTensorView hidden_states;  // [M, H]
     // [M, E + zero experts] F32, BF16 or F16, widened exactly; non-finite values as in router.h.

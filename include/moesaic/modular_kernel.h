@@ -127,7 +127,8 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem);
 
 struct AllToAllOptions {
-  // Who owns which expert. Without gather its ep rank and size are those of the communicator.
+  // Who owns which expert. Without gather its ep rank and size are those of the communicator, and on
+  // the CPU it gives this rank num_local_experts and the expert_map of each call (kInvalidArgument).
   ParallelConfig parallel;
   std::int64_t max_tokens_per_rank = 0;  // T, that any rank may have in one call; the same on all
   // Every row goes to every rank (all-gather, reduce-scatter) instead of once to each rank that
@@ -146,7 +147,7 @@ struct AllToAllOptions {
 // rows, a bad id) says so in its message, and all return its reason, with "dispatch: rank N:" in
 // front, without waiting. They allocate buffers for messages, and keep them. Errors: those of the
 // communicator, kLimitExceeded above max_tokens_per_rank; making them: kUnsupported for another
-// format, kInvalidArgument and kInvalidDType for options. attach: kUnsupported for experts that
+// format, kInvalidArgument and kInvalidDType for options, kLimitExceeded for slabs beyond 2^61 bytes. attach: kUnsupported for experts that
 // take no quantised rows.
 //
 // Each rank owns some experts (or, with gather, a slice of each): a row travels once to each of its
@@ -183,7 +184,8 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_fina
     const AllToAllOptions& options);
 
 // A row of the list of prepare/finalize objects, as for experts: what it asks of the problem and of
-// the ranks. Rows without transport ignore communicator and options; `gather` is set by the row.
+// the ranks, whose configuration must be valid. Rows without transport ignore communicator and
+// options; `gather` is set by the row.
 struct PrepareFinalizeBackend {
   std::string_view name;
   std::string_view description;

@@ -11,6 +11,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "experts/expert_fields.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/matrix.h"
 #include "numerics/element.h"
@@ -200,6 +201,10 @@ Status check_bias(std::string_view field, const ConstTensorView& bias, std::int6
 
 Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
   const std::int64_t n = w13_rows(p), h = p.hidden_size, i = p.intermediate_size;
+  for (const ExpertField& field : kExpertFields) {  // before a value of them is read
+    if (p.device.is_cuda()) break;                  // whose experts may come from either memory
+    MOESAIC_RETURN_IF_ERROR(expect_device(field.name, v.*field.view, Device::cpu()));
+  }
   ProjectionView w13 = w13_of(v);
   w13.parts = w13_parts(p);
   MOESAIC_RETURN_IF_ERROR(check_projection("w13", w13, n, h, p));

@@ -141,6 +141,8 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     impl->gpu = std::move(gpu);
     return GateLinear(std::move(impl));
   }
+  MOESAIC_RETURN_IF_ERROR(expect_device("gate weight", weight, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_device("gate bias", bias, Device::cpu()));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
   MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
   std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));

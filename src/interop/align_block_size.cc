@@ -16,6 +16,12 @@ using interop::expect_length;
 using interop::expect_range;
 using interop::kMaxInt32;
 
+Status expect_counter(const std::int32_t* num_tokens_post_pad) {
+  if (num_tokens_post_pad != nullptr) return {};
+  return {StatusCode::kInvalidArgument,
+          "num_tokens_post_pad: got a null pointer, need one to a number"};
+}
+
 }  // namespace
 
 Result<AlignSizes> moe_align_sizes(std::int64_t num_slots, std::int64_t block_size,
@@ -37,6 +43,7 @@ Status moe_align_block_size(std::span<const std::int32_t> topk_ids, std::int64_t
                             std::span<std::int32_t> sorted_ids, std::span<std::int32_t> expert_ids,
                             std::int32_t* num_tokens_post_pad) {
   const auto n = static_cast<std::int64_t>(topk_ids.size());
+  MOESAIC_RETURN_IF_ERROR(expect_counter(num_tokens_post_pad));
   MOESAIC_ASSIGN_OR_RETURN(const AlignSizes sizes, moe_align_sizes(n, block_size, num_experts));
   if (!expert_map.empty()) {
     MOESAIC_RETURN_IF_ERROR(expect_length("expert_map", expert_map.size(), num_experts));
@@ -99,6 +106,7 @@ Status moe_align_block_size_batched(std::span<const std::int32_t> expert_num_tok
                                     std::span<std::int32_t> block_ids,
                                     std::int32_t* num_tokens_post_pad) {
   const auto experts = static_cast<std::int64_t>(expert_num_tokens.size());
+  MOESAIC_RETURN_IF_ERROR(expect_counter(num_tokens_post_pad));
   MOESAIC_RETURN_IF_ERROR(expect_range("number of experts", experts, 0, kMaxInt32));
   MOESAIC_RETURN_IF_ERROR(expect_range("max_tokens", max_tokens, 0, kMaxInt32));
   MOESAIC_RETURN_IF_ERROR(expect_range("block_size", block_size, 1, kMaxInt32));

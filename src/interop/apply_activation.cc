@@ -37,6 +37,8 @@ Status check_shapes(const ActivationSpec& spec, GateUpLayout layout, const Const
   MOESAIC_RETURN_IF_ERROR(expect_shape("out", out, want));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("in", in));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("out", out));
+  MOESAIC_RETURN_IF_ERROR(expect_device("in", in, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_device("out", out, Device::cpu()));
   return expect_no_overlap("in", in, "out", out);
 }
 

@@ -134,6 +134,8 @@ Status permute_rows(const SlotRouting& routing, std::span<const std::int32_t> in
   MOESAIC_RETURN_IF_ERROR(expect_shape("out", out, out.shape));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("a", a));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("out", out));
+  MOESAIC_RETURN_IF_ERROR(expect_device("a", a, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_device("out", out, Device::cpu()));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("a", a, "out", out));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t row_bytes, contiguous_bytes(a.dtype, {a.dim(1)}));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t out_bytes, contiguous_bytes(out.dtype, out.shape));

@@ -16,6 +16,9 @@ Result<EplbStepper> EplbStepper::create(std::vector<FusedMoE*> layers, const Opt
   if (options.max_transfers < 1) {
     return invalid(fmt::format("max_transfers: got {}, need a number >= 1", options.max_transfers));
   }
+  if (options.num_nodes < 1) {
+    return invalid(fmt::format("num_nodes: got {}, need a number >= 1", options.num_nodes));
+  }
   if (layers.empty()) return invalid("layers: got none, need one or more");
   for (std::size_t i = 0; i < layers.size(); ++i) {
     if (layers[i] == nullptr) return invalid(fmt::format("layers[{}]: got null, need a layer", i));

@@ -53,6 +53,8 @@ Result<ExpertOwnership> update_expert_map(std::int64_t num_experts, const Parall
   o.config.ep_rank = new_ep_rank;
   if (config.sp_size > 1) o.config.sp_size = o.config.validate().ok() ? o.config.sp_size : 1;
   MOESAIC_RETURN_IF_ERROR(o.config.validate());
+  // Ranks of one dp rank are neighbours.
+  o.config.dp_rank = o.config.flat_rank() / (o.config.flat_size() / o.config.dp_size);
   MOESAIC_ASSIGN_OR_RETURN(o.local_ids, local_expert_ids(num_experts, o.config));
   MOESAIC_ASSIGN_OR_RETURN(o.expert_map, make_expert_map(num_experts, o.config));
   return o;

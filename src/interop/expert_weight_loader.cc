@@ -33,9 +33,12 @@ Status check_same(std::string_view field, std::int64_t expert, const ConstTensor
   }
   if (!present) return {};
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(context, got));
+  MOESAIC_RETURN_IF_ERROR(expect_device(context, got, Device::cpu()));
   MOESAIC_RETURN_IF_ERROR(expect_dtype(context, got, stack.dtype()));
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, Shape::from(stack.shape().dims().subspan(1)));
-  return expect_shape(context, got, shape);
+  MOESAIC_RETURN_IF_ERROR(expect_shape(context, got, shape));
+  // Where one expert ends in mid-byte, the next one does not begin.
+  return contiguous_bytes(got.dtype, got.shape).status().with_context(context);
 }
 
 }  // namespace
@@ -48,11 +51,12 @@ Result<TensorView> expert_rows(std::string_view field, TensorView parameter) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, parameter.shape.num_elements());
   const std::int64_t experts = parameter.dim(0);
   const Shape rows = {experts, experts > 0 ? count / experts : 0};
-  if (parameter.is_contiguous()) return TensorView(parameter.data, parameter.dtype, rows);
+  const TensorView view(parameter.data, parameter.dtype, rows, parameter.device);
+  if (parameter.is_contiguous()) return view;
   const bool transposed = parameter.rank() == 3 && parameter.strides[1] == 1 &&
                           parameter.strides[2] == parameter.dim(1) &&
                           parameter.strides[0] == parameter.dim(1) * parameter.dim(2);
-  if (transposed) return TensorView(parameter.data, parameter.dtype, rows);
+  if (transposed) return view;
   return Status(StatusCode::kInvalidLayout,
                 fmt::format("{}: got {} with strides, need it contiguous or with its last two axes "
                             "transposed",

@@ -114,13 +114,19 @@ Result<std::vector<TokenChunk>> plan_chunks(std::int64_t tokens, std::int64_t ma
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("chunk_size: got {}, need a number >= 1", chunk_size));
   }
-  if (tokens < 0 || tokens > max_tokens || max_tokens > kMostBytes - chunk_size) {
+  if (max_tokens > kMostBytes) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("max_tokens: got {}, need at most 2^62", max_tokens));
+  }
+  if (tokens < 0 || tokens > max_tokens) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("tokens: got {}, need 0 .. max_tokens = {}", tokens, max_tokens));
   }
   if (repeat_last_row && tokens == 0 && max_tokens > 0) {
     return Status(StatusCode::kInvalidArgument, "tokens: got 0, there is no last row to repeat");
   }
+  // No longer than the loop, whose last step then ends below 2^63.
+  chunk_size = std::min(chunk_size, std::max<std::int64_t>(max_tokens, 1));
   std::vector<TokenChunk> chunks;
   try {
     for (std::int64_t first = 0; first < max_tokens; first += chunk_size) {

@@ -18,6 +18,7 @@ Status expect_float_rows(const char* field, const ConstTensorView& t) {
                   std::string(field) + ": got " + t.shape.to_string() + ", need rank 2 [rows, H]");
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, t.shape));
+  MOESAIC_RETURN_IF_ERROR(expect_device(field, t, Device::cpu()));
   return expect_contiguous(field, t);
 }
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "experts/problem_checks.h"
 #include "layer/rows.h"
 
 namespace moesaic::layer {
@@ -18,6 +20,10 @@ namespace {
 template <class Byte>
 Result<BasicTensorView<Byte>> as_matrix(std::string_view field, const BasicTensorView<Byte>& t) {
   if (t.rank() != 3) return t;
+  if (t.dim(0) < 0 || t.dim(1) < 0 || t.dim(2) < 0) {  // two of them make a product that passes
+    return Status(StatusCode::kInvalidShape,
+                  fmt::format("{}: got {}, need dimensions >= 0", field, t.shape.to_string()));
+  }
   const auto rows = checked_mul(t.dim(0), t.dim(1));
   if (!rows)
     return Status(StatusCode::kLimitExceeded, fmt::format("{}: rows exceed 2^63-1", field));
@@ -141,6 +147,28 @@ Status check_routing(const FusedPlan& plan, const FusedMoE::Args& a, Device devi
           Named{"trace.topk_weights", a.trace.topk_weights},
           Named{"trace.topk_ids", a.trace.topk_ids}}) {
       if (written.present()) MOESAIC_RETURN_IF_ERROR(expect_no_overlap(out, written, field, view));
+    }
+  }
+  return {};
+}
+
+Status check_traces_apart(const FusedMoE::Args& a) {
+  const std::array traces = {Named{"trace.router_logits", a.trace.router_logits},
+                             Named{"trace.topk_weights", a.trace.topk_weights},
+                             Named{"trace.topk_ids", a.trace.topk_ids}};
+  // Rows that lie apart: from the first to the last.
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
+                           experts::strided_extent_bytes("hidden_states", a.hidden_states));
+  for (std::size_t i = 0; i < traces.size(); ++i) {
+    const auto& [field, t] = traces[i];
+    if (!t.present() || MOESAIC_FAULT(layer_traces_may_overlap)) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
+    MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint(field, t.data, bytes, "hidden_states",
+                                                     a.hidden_states.data, input_bytes));
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap(field, t, "output", a.output));
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap(field, t, "shared_output", a.shared_output));
+    for (std::size_t j = 0; j < i; ++j) {
+      MOESAIC_RETURN_IF_ERROR(expect_no_overlap(field, t, traces[j].field, traces[j].view));
     }
   }
   return {};

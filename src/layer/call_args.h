@@ -15,6 +15,9 @@ Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args);
 // Which of the routing tensors are there, their dtypes, shapes and layout, that they are memory of
 // `device` and apart from the output. Reads none of them. hidden_states is [M, H] already.
 Status check_routing(const FusedPlan& plan, const FusedMoE::Args& args, Device device);
+// That no trace tensor overlaps hidden_states, an output or another trace (kAliasing), of tensors
+// whose shapes are checked. What it overlaps of the routing's inputs, check_routing says.
+Status check_traces_apart(const FusedMoE::Args& args);
 // The ids of host tensors that check_routing accepted.
 Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& args);
 // What stands in Args::shared_output, if anything: that there is such a part, shape, layout and that

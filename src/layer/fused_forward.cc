@@ -68,6 +68,7 @@ Status FusedMoE::Impl::check(const Args& args) const {
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, {rows, k}));
   MOESAIC_RETURN_IF_ERROR(check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k}));
   MOESAIC_RETURN_IF_ERROR(check_shared_output(args, input_bytes, output_bytes));
+  MOESAIC_RETURN_IF_ERROR(layer::check_traces_apart(args));
   MOESAIC_RETURN_IF_ERROR(layer::check_routing(plan, args, Device::cpu()));
   return layer::check_routing_values(plan, args);
 }
@@ -137,6 +138,7 @@ namespace {
 Result<std::int64_t> elements_of_sum(const TensorView& x) {
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("x", x.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("x", x, x.shape));  // a null view of elements
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
   return x.shape.num_elements();
 }

@@ -46,6 +46,27 @@ Status check_formats(const MoeProblem& problem, const PrepareAndFinalize& pf,
   return {};
 }
 
+// Memory that the call writes, against what it reads beside its rows and their routing, and against
+// the numerics that it reports.
+Status expect_apart(std::string_view field, const void* data, std::int64_t bytes,
+                    const ModularKernel::Args& a) {
+  if (MOESAIC_FAULT(kernel_small_inputs_may_overlap)) return {};
+  MOESAIC_RETURN_IF_ERROR(
+      experts::expect_disjoint(field, data, bytes, "expert_map", a.expert_map.data(),
+                               static_cast<std::int64_t>(a.expert_map.size_bytes())));
+  MOESAIC_RETURN_IF_ERROR(
+      experts::expect_disjoint(field, data, bytes, "numerics", a.numerics.data(),
+                               static_cast<std::int64_t>(a.numerics.size_bytes())));
+  for (const auto& [name, scale] :
+       {std::pair{"a1_scale", a.a1_scale}, std::pair{"a2_scale", a.a2_scale}}) {
+    if (!scale.present()) continue;
+    const auto n = contiguous_bytes(scale.dtype, scale.shape);
+    if (!n.ok()) return n.status().with_context(name);
+    MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint(field, data, bytes, name, scale.data, *n));
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<ModularKernel> ModularKernel::create(const MoeProblem& problem,
@@ -145,6 +166,8 @@ Result<std::span<std::byte>> ModularKernel::Impl::workspace_of(const Args& a, in
   MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("workspace", a.workspace.data(),
                                                    std::ssize(a.workspace), "hidden_states", x.data,
                                                    input_bytes));
+  MOESAIC_RETURN_IF_ERROR(
+      expect_apart("workspace", a.workspace.data(), std::ssize(a.workspace), a));
   return a.workspace;
 }
 
@@ -201,6 +224,7 @@ Status ModularKernel::Impl::check(const Args& a) const {
     MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint(
         "output", a.output.data, output_bytes, "hidden_states", a.hidden_states.data, input_bytes));
   }
+  MOESAIC_RETURN_IF_ERROR(expect_apart("output", a.output.data, output_bytes, a));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "topk_ids", a.topk_ids));
   return expect_no_overlap("output", a.output, "topk_weights", a.topk_weights);
 }

@@ -31,6 +31,28 @@ Status check_pair(std::span<const std::int32_t> current, std::span<const std::in
   return {};
 }
 
+// Slots of each expert, at least one.
+Result<Ids> count_replicas(std::span<const std::int32_t> physical_to_logical,
+                           std::int64_t num_logical) {
+  if (num_logical < 1 || num_logical >= std::int64_t{1} << 31) {
+    return invalid(fmt::format("num_logical: got {}, need 1 .. 2^31-1", num_logical));
+  }
+  Ids counts(at(num_logical), 0);
+  for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
+    const std::int32_t e = physical_to_logical[s];
+    if (e < 0 || e >= num_logical) {
+      return invalid(fmt::format("physical_to_logical: got {} in slot {}, need 0 .. {}", e, s,
+                                 num_logical - 1));
+    }
+    ++counts[at(e)];
+  }
+  for (std::int64_t e = 0; e < num_logical; ++e) {
+    if (counts[at(e)] > 0) continue;
+    return invalid(fmt::format("physical_to_logical: expert {} has no slot, need one", e));
+  }
+  return counts;
+}
+
 // Ranks holding each expert, in order of first appearance. Entries of -1 are skipped.
 std::vector<Ids> holders(std::span<const std::int32_t> map, std::int64_t per_rank,
                          std::int32_t experts) {
@@ -65,25 +87,11 @@ Result<std::vector<std::int32_t>> initial_physical_to_logical(std::int64_t num_l
 
 Result<ExpertMaps> make_expert_maps(std::span<const std::int32_t> physical_to_logical,
                                     std::int64_t num_logical) {
-  if (num_logical < 1 || num_logical >= std::int64_t{1} << 31) {
-    return invalid(fmt::format("num_logical: got {}, need 1 .. 2^31-1", num_logical));
-  }
   try {
     ExpertMaps m;
+    MOESAIC_ASSIGN_OR_RETURN(m.replica_count, count_replicas(physical_to_logical, num_logical));
     m.physical_to_logical.assign(physical_to_logical.begin(), physical_to_logical.end());
-    m.replica_count.assign(at(num_logical), 0);
-    for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
-      const std::int32_t e = physical_to_logical[s];
-      if (e < 0 || e >= num_logical) {
-        return invalid(fmt::format("physical_to_logical: got {} in slot {}, need 0 .. {}", e, s,
-                                   num_logical - 1));
-      }
-      m.max_replicas = std::max<std::int64_t>(m.max_replicas, ++m.replica_count[at(e)]);
-    }
-    for (std::int64_t e = 0; e < num_logical; ++e) {
-      if (m.replica_count[at(e)] > 0) continue;
-      return invalid(fmt::format("physical_to_logical: expert {} has no slot, need one", e));
-    }
+    m.max_replicas = *std::max_element(m.replica_count.begin(), m.replica_count.end());
     m.logical_to_physical.assign(at(num_logical * m.max_replicas), -1);
     Ids next(at(num_logical), 0);
     for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
@@ -180,16 +188,21 @@ Result<std::vector<double>> rank_loads(std::span<const double> load,
     return invalid(fmt::format("num_ranks: got {}, need a divisor of {} slots", num_ranks,
                                physical_to_logical.size()));
   }
-  MOESAIC_ASSIGN_OR_RETURN(
-      const ExpertMaps maps,
-      make_expert_maps(physical_to_logical, static_cast<std::int64_t>(load.size())));
-  const std::size_t per_rank = physical_to_logical.size() / at(num_ranks);
-  std::vector<double> loads(at(num_ranks), 0.0);
-  for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
-    const auto e = at(physical_to_logical[s]);
-    loads[s / per_rank] += load[e] / maps.replica_count[e];
+  // Not by make_expert_maps, whose table of slots may be as large as both lists multiplied.
+  try {
+    MOESAIC_ASSIGN_OR_RETURN(
+        const Ids replicas,
+        count_replicas(physical_to_logical, static_cast<std::int64_t>(load.size())));
+    const std::size_t per_rank = physical_to_logical.size() / at(num_ranks);
+    std::vector<double> loads(at(num_ranks), 0.0);
+    for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
+      const auto e = at(physical_to_logical[s]);
+      loads[s / per_rank] += load[e] / replicas[e];
+    }
+    return loads;
+  } catch (const std::bad_alloc&) {
+    return no_memory();
   }
-  return loads;
 }
 
 double balancedness(std::span<const double> loads, int num_ranks) {

@@ -250,6 +250,8 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
   if (!options.gather) {
     MOESAIC_ASSIGN_OR_RETURN(directory, prepare_finalize::RankTransport::make_directory(
                                             problem, options.parallel, communicator->size()));
+    MOESAIC_RETURN_IF_ERROR(
+        prepare_finalize::RankTransport::check_owned(problem, directory, communicator->rank()));
   }
   MOESAIC_ASSIGN_OR_RETURN(
       const prepare_finalize::RowWire wire,

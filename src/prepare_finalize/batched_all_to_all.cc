@@ -9,6 +9,7 @@
 #include <new>
 #include <utility>
 
+#include "core/checked.h"
 #include "core/fault.h"
 #include "cpu/tiers.h"
 #include "prepare_finalize/predicates.h"
@@ -284,6 +285,26 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
   }
 };
 
+// Slabs and messages, whose sizes the methods above multiply out, have fewer than 2^62 bytes.
+Status check_sizes(const MoeProblem& problem, const AllToAllOptions& options,
+                   const prepare_finalize::RowWire& wire,
+                   const prepare_finalize::ExpertDirectory& directory) {
+  const std::int64_t most =
+      *std::max_element(directory.num_local.begin(), directory.num_local.end());
+  const auto slabs = checked_mul(most, problem.max_tokens);
+  const auto message = checked_mul(options.max_tokens_per_rank, std::min(problem.top_k, most));
+  const auto row = checked_mul(problem.hidden_size, std::int64_t{sizeof(float)});
+  if (slabs && message && row) {
+    const std::int64_t rows = std::max({*slabs, *message, options.max_tokens_per_rank});
+    const auto bytes = checked_mul(rows, std::max(*row, wire.row_bytes()));
+    // Counts travel with the rows; 2^61 leaves room for them.
+    if (bytes && *bytes < std::int64_t{1} << 61) return {};
+  }
+  return {StatusCode::kLimitExceeded,
+          fmt::format("workspace: slabs of {} experts x {} rows x {} elements exceed 2^61 bytes",
+                      most, problem.max_tokens, problem.hidden_size)};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_finalize(
@@ -297,15 +318,12 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_fina
   MOESAIC_ASSIGN_OR_RETURN(
       prepare_finalize::ExpertDirectory directory,
       prepare_finalize::RankTransport::make_directory(problem, options.parallel, ranks));
-  const std::int32_t mine = directory.num_local[static_cast<std::size_t>(communicator->rank())];
-  if (problem.num_local_experts != mine) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("num_local_experts: got {}, parallel gives rank {} {}",
-                              problem.num_local_experts, communicator->rank(), mine));
-  }
+  MOESAIC_RETURN_IF_ERROR(
+      prepare_finalize::RankTransport::check_owned(problem, directory, communicator->rank()));
   MOESAIC_ASSIGN_OR_RETURN(
       const prepare_finalize::RowWire wire,
       prepare_finalize::RowWire::create(problem, options.quantize_before_dispatch));
+  MOESAIC_RETURN_IF_ERROR(check_sizes(problem, options, wire, directory));
   std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) BatchedAllToAllPrepareFinalize(
       problem, std::move(communicator), options, wire, std::move(directory)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");

@@ -13,15 +13,25 @@
 namespace moesaic::prepare_finalize {
 namespace {
 
+// Ranks that have rows of their own, of a valid `parallel`: the size of its token group, which may
+// be too many to list.
+int ranks_with_rows(const ParallelConfig& parallel) {
+  return parallel.is_sequence_parallel() ? parallel.flat_size()
+                                         : parallel.flat_size() / parallel.engine_tp_size();
+}
+
+// One of the three below is asked by each row.
 // Nothing moves: every rank has all rows (or there is one rank).
 Status rows_are_here(std::string_view name, const ParallelConfig& parallel) {
-  const std::size_t ranks = parallel.token_group().size();
+  MOESAIC_RETURN_IF_ERROR(parallel.validate().with_context("parallel"));
+  const int ranks = ranks_with_rows(parallel);
   if (ranks == 1) return {};
   return {StatusCode::kUnsupported,
           fmt::format("parallel: {} ranks have rows of their own, {} moves none", ranks, name)};
 }
 
 Status experts_are_spread(std::string_view name, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(parallel.validate().with_context("parallel"));
   if (parallel.use_all_to_all()) return {};
   return {StatusCode::kUnsupported,
           fmt::format("parallel: got ep size {}, dp size {}, sp size {}; {} needs experts spread "
@@ -46,7 +56,8 @@ Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
   return expect_cpu(problem.device);
 }
 Status gathers_rows(std::string_view name, const ParallelConfig& parallel) {
-  if (parallel.token_group().size() > 1) return {};
+  MOESAIC_RETURN_IF_ERROR(parallel.validate().with_context("parallel"));
+  if (ranks_with_rows(parallel) > 1) return {};
   return {StatusCode::kUnsupported,
           fmt::format("parallel: every rank has all rows, {} has nothing to gather", name)};
 }

@@ -7,6 +7,7 @@
 #include <new>
 #include <utility>
 
+#include "core/fault.h"
 #include "cpu/tiers.h"
 #include "permute/sort_slots.h"
 
@@ -69,6 +70,15 @@ Result<ExpertDirectory> RankTransport::make_directory(const MoeProblem& problem,
     d.by_rank[static_cast<std::size_t>(first + d.local[e])] = static_cast<std::int32_t>(e);
   }
   return d;
+}
+
+Status RankTransport::check_owned(const MoeProblem& problem, const ExpertDirectory& directory,
+                                  int rank) {
+  const std::int32_t mine = directory.num_local[static_cast<std::size_t>(rank)];
+  if (problem.num_local_experts == mine) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("num_local_experts: got {}, parallel gives rank {} {}",
+                      problem.num_local_experts, rank, mine)};
 }
 
 RankTransport::RankTransport(const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
@@ -234,9 +244,19 @@ Status RankTransport::check_rows(const PrepareArgs& a) const {
     return {StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens_)};
   }
-  return permute::validate_topk_ids(
+  MOESAIC_RETURN_IF_ERROR(permute::validate_topk_ids(
       {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p_.top_k)}, a.expert_map,
-      p_.num_experts, p_.num_local_experts, p_.top_k);
+      p_.num_experts, p_.num_local_experts, p_.top_k));
+  // Without owners rows go everywhere; without a map every expert is local.
+  if (directory_.owner.empty() || MOESAIC_FAULT(all_to_all_takes_any_expert_map)) return {};
+  for (std::size_t e = 0; e < a.expert_map.size(); ++e) {
+    const std::int32_t need = directory_.owner[e] == comm_->rank() ? directory_.local[e] : -1;
+    if (a.expert_map[e] == need) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("expert_map[{}]: got {}, need {}, as parallel spreads the experts", e,
+                        a.expert_map[e], need)};
+  }
+  return {};
 }
 
 Status RankTransport::broken(std::string_view step, std::string_view what) const {

@@ -34,6 +34,8 @@ class RankTransport : public PrepareAndFinalize {
   static Status check_slabs(const MoeProblem& problem, const AllToAllOptions& options, int ranks);
   static Result<ExpertDirectory> make_directory(const MoeProblem& problem,
                                                 const ParallelConfig& parallel, int ranks);
+  // That the problem has as many local experts as the directory gives `rank`.
+  static Status check_owned(const MoeProblem& problem, const ExpertDirectory& directory, int rank);
 
   bool output_is_reduced() const override { return true; }
   bool keeps_rows() const override { return false; }
@@ -66,7 +68,7 @@ class RankTransport : public PrepareAndFinalize {
   virtual Status send_results(const FinalizeArgs& args, RankExchange& exchange) const = 0;
   virtual Status take_results(const FinalizeArgs& args, const RankExchange& exchange) const = 0;
 
-  // Checks that M <= T and that ids are in range.
+  // Checks that M <= T, that ids are in range, and that an expert_map is the directory's, if any.
   Status check_rows(const PrepareArgs& args) const;
   // Abandons the communicator: a rank's message does not have the form that all ranks expect.
   Status broken(std::string_view step, std::string_view what) const;

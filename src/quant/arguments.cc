@@ -29,6 +29,7 @@ Status check_arguments(std::initializer_list<Argument> arguments) {
     }
     MOESAIC_RETURN_IF_ERROR(expect_shape(a.field, a.view, a.shape));
     MOESAIC_RETURN_IF_ERROR(expect_contiguous(a.field, a.view));
+    MOESAIC_RETURN_IF_ERROR(expect_device(a.field, a.view, Device::cpu()));
     MOESAIC_RETURN_IF_ERROR(contiguous_bytes(a.view.dtype, a.view.shape).status());
   }
   for (const Argument* a = arguments.begin(); a != arguments.end(); ++a) {

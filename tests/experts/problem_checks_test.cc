@@ -167,6 +167,8 @@ TEST(CheckExpertWeights, RefusesWithTheExpertAndTheTensor) {
        "w2: got F16, need BF16"},
       {"f32", [](auto&, auto& w, auto&) { w.w13.dtype = DType::kI32; }, StatusCode::kInvalidDType,
        "w13: got I32"},
+      {"bf16", [](auto&, auto& w, auto&) { w.w2.device = Device::cuda(0); },
+       StatusCode::kInvalidArgument, "expert 0: w2: got memory of cuda:0, need memory of cpu"},
       {"bf16", [](auto&, auto& w, auto&) { w.w13 = {}; }, StatusCode::kInvalidShape, "w13"},
       {"bf16", [](auto&, auto& w, auto&) { w.w13.strides[1] = 200; }, StatusCode::kInvalidLayout,
        "w13"},

@@ -131,6 +131,11 @@ TEST(GateMisuse, Devices) {
   options.logits_dtype = kI32;
   test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidDType,
                        {"logits_dtype: got I32"});
+  const Tensor bias = zeros(kBF16, {4});
+  test::expect_refusal(create({w.data(), kBF16, {4, 8}, Device::cuda(0)}, {}, {}),
+                       StatusCode::kInvalidArgument, {"gate weight: got memory of cuda:0"});
+  test::expect_refusal(create(w.view(), {bias.data(), kBF16, {4}, Device::cuda(0)}, {}),
+                       StatusCode::kInvalidArgument, {"gate bias: got memory of cuda:0"});
   const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   EXPECT_EQ(g.device(), Device::cpu());
   const Tensor x = zeros(kF32, {2, 8});

@@ -135,6 +135,12 @@ TEST(AlignBlockSize, Misuse) {
                                 sorted, experts, &post_pad);
   };
   ASSERT_TRUE(run(4, {}).ok());
+  expect_refusal(moe_align_block_size(test::worked_ids(), 4, 4, {}, ExpertMapMode::kPostMap,
+                                      scratch, sorted, experts, nullptr),
+                 StatusCode::kInvalidArgument, {"num_tokens_post_pad", "null"});
+  Ids slots(8), slot_blocks(2);
+  expect_refusal(moe_align_block_size_batched(Ids{3}, 8, 4, slots, slot_blocks, nullptr),
+                 StatusCode::kInvalidArgument, {"num_tokens_post_pad", "null"});
   expect_refusal(run(0, {}), StatusCode::kInvalidArgument, {"block_size", "got 0"});
   expect_refusal(run(4, {0, 1}), StatusCode::kInvalidShape, {"expert_map", "got 2", "need 4"});
   expect_refusal(run(4, {0, 1, 2, 9}), StatusCode::kInvalidArgument, {"expert_map[3]", "got 9"});

@@ -125,6 +125,12 @@ TEST(ApplyActivation, Misuse) {
   TensorView alias(in.data(), DType::kF32, {4, 8});
   expect_refusal(apply_activation(kSilu, packed, in.view(), alias), StatusCode::kAliasing,
                  {"in", "out"});
+  const Device gpu = Device::cuda(0);
+  expect_refusal(
+      apply_activation(kSilu, packed, {in.data(), DType::kF32, {4, 16}, gpu}, out.view()),
+      StatusCode::kInvalidArgument, {"in: got memory of cuda:0"});
+  expect_refusal(apply_activation(kSilu, packed, in.view(), {out.data(), DType::kF32, {4, 8}, gpu}),
+                 StatusCode::kInvalidArgument, {"out: got memory of cuda:0"});
   ConstTensorView strided(in.data(), DType::kF32, {2, 16});
   strided.strides[0] = 32;
   TensorView out2(out.data(), DType::kF32, {2, 8});

@@ -238,6 +238,11 @@ TEST(PermuteRows, Misuse) {
                  {"a", "[5, 2]", "[4, C]"});
   TensorView inside(out.data(), DType::kF32, {4, 2});
   expect_refusal(run(p.inv_perm, inside, out.view()), StatusCode::kAliasing, {"a", "out"});
+  const Device gpu = Device::cuda(0);
+  expect_refusal(run(p.inv_perm, {a.data(), DType::kF32, {4, 2}, gpu}, out.view()),
+                 StatusCode::kInvalidArgument, {"a: got memory of cuda:0"});
+  expect_refusal(run(p.inv_perm, a.view(), {out.data(), DType::kF32, {16, 2}, gpu}),
+                 StatusCode::kInvalidArgument, {"out: got memory of cuda:0"});
   bad.pop_back();
   expect_refusal(run(bad, a.view(), out.view()), StatusCode::kInvalidShape, {"inv_perm"});
 }

@@ -129,6 +129,10 @@ TEST(EplbStepper, RefusesByName) {
   expect_refusal(EplbStepper::create({&plain}, bad).status(), StatusCode::kInvalidArgument,
                  {"max_transfers: got 0"});
   bad = {};
+  bad.num_nodes = 0;
+  expect_refusal(EplbStepper::create({&plain}, bad).status(), StatusCode::kInvalidArgument,
+                 {"num_nodes: got 0"});
+  bad = {};
   bad.schedule.interval = 0;
   expect_refusal(EplbStepper::create({&plain}, bad).status(), StatusCode::kInvalidArgument,
                  {"interval"});

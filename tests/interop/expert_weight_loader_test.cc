@@ -196,6 +196,12 @@ TEST(ExpertRows, TransposedScalesShareMemoryWithTheirRows) {
       parameter.as<float>()[parameter.strides[0] + parameter.strides[1] + parameter.strides[2]],
       -1);
 
+  // Both forms stay where they are.
+  parameter.device = Device::cuda(1);
+  EXPECT_EQ(expert_rows("w13_scale", parameter).value().device, Device::cuda(1));
+  const TensorView whole(scale.data(), DType::kF32, {2, 512}, Device::cuda(1));
+  EXPECT_EQ(expert_rows("w13_scale", whole).value().device, Device::cuda(1));
+
   parameter.strides = {1024, 1, 32};  // a gap between experts
   refused(expert_rows("w13_scale", parameter), StatusCode::kInvalidLayout, "w13_scale");
   parameter.strides = {512, 32, 2};
@@ -280,6 +286,29 @@ TEST(ExpertWeightLoader, RefusesMapsAndExpertsThatDoNotFit) {
   OwnedExpertWeights fewer = random_expert_weights(5, problem_of("bf16"));
   const auto five = make_stacked_source(fewer.view());
   EXPECT_FALSE(ExpertWeightLoader::load(*five, 7, {{0, 1, 2, 3, 4, 5, 6}}).ok());
+}
+
+TEST(ExpertWeightLoader, RefusesMemoryOfAGpuAndHalvesOfBytes) {
+  class OneView final : public ExpertSource {
+   public:
+    explicit OneView(const ConstTensorView& view) : view_(view) {}
+    Result<ExpertWeightsView> expert(std::int64_t) override {
+      ExpertWeightsView v;
+      v.w13 = v.w2 = view_;
+      return v;
+    }
+
+   private:
+    ConstTensorView view_;
+  };
+  const Tensor memory = Tensor::zeros(DType::kU8, {64}).value();
+  OneView there({memory.data(), DType::kF32, {2, 8}, Device::cuda(0)});
+  refused(ExpertWeightLoader::load(there, 2, {{0, 1}}), StatusCode::kInvalidArgument,
+          "expert 0: w13: got memory of cuda:0");
+  // Two of them fill whole bytes, one does not.
+  OneView odd({memory.data(), DType::kU4, {3, 5}});
+  refused(ExpertWeightLoader::load(odd, 2, {{0, 1}}), StatusCode::kInvalidShape,
+          "expert 0: w13: shape: [3, 5] of U4 does not fill whole bytes");
 }
 
 }  // namespace

@@ -289,6 +289,10 @@ TEST(Int4Mma, EveryElementOnceAndBack) {
 
 TEST(Layouts, Misuse) {
   Tensor scales = Tensor::zeros(DType::kF8E4M3, {5, 3}).value();
+  ConstTensorView there = scales.view();
+  there.device = Device::cuda(0);
+  expect_refusal(swizzle_block_scales(there, poisoned(DType::kU8, {128, 4}).view()),
+                 StatusCode::kInvalidArgument, {"got memory of cuda:0, need memory of cpu"});
   expect_refusal(swizzle_block_scales(scales.view(), poisoned(DType::kF8E4M3, {5, 3}).view()),
                  StatusCode::kInvalidShape, {"swizzled", "[5, 3]", "[128, 4]"});
   expect_refusal(swizzle_block_scales(scales.view(), poisoned(DType::kU8, {128, 4}).view()),

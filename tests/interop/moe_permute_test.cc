@@ -67,12 +67,27 @@ TEST(MoePermute, Misuse) {
   Ids inverse(8);
   ASSERT_TRUE(moe_permute(c.routing(), a.view(), first, sorted, inverse, out.view()).ok());
   expect_refusal(moe_permute(c.routing(), a.view(), first, sorted, inverse, small.view()),
-                 StatusCode::kInvalidShape, {"permuted", "[7, 2]", "[8, C]"});
+                 StatusCode::kInvalidShape, {"permuted", "[7, 2]", "[8, 2]"});
   Ids seven(7);
   expect_refusal(moe_permute(c.routing(), a.view(), first, sorted, seven, out.view()),
                  StatusCode::kInvalidShape, {"inv_permuted_idx", "got 7", "need 8"});
   expect_refusal(moe_permute(c.routing(), a.view(), first, seven, inverse, out.view()),
                  StatusCode::kInvalidShape, {"sorted_slots", "got 7", "need 8"});
+  // Mistakes that the steps behind find as well have the names of this function's arguments.
+  std::vector<std::int64_t> four(4);
+  expect_refusal(moe_permute(c.routing(), a.view(), four, sorted, inverse, out.view()),
+                 StatusCode::kInvalidShape, {"expert_first_token_offset", "got 4", "need 5"});
+  const auto into = [&](const TensorView& to) {
+    return moe_permute(c.routing(), a.view(), first, sorted, inverse, to);
+  };
+  expect_refusal(into({out.data(), DType::kBF16, {8, 2}}), StatusCode::kInvalidDType,
+                 {"permuted: got BF16"});
+  expect_refusal(into({out.data(), DType::kF32, {8, 1}}), StatusCode::kInvalidShape,
+                 {"permuted: got [8, 1]", "[8, 2]"});
+  expect_refusal(into({nullptr, DType::kF32, {8, 2}}), StatusCode::kInvalidArgument,
+                 {"permuted: got a null pointer"});
+  expect_refusal(into({out.data(), DType::kF32, {8, 2}, Device::cuda(0)}),
+                 StatusCode::kInvalidArgument, {"permuted: got memory of cuda:0"});
   test::RoutingCase bad = c;
   bad.ids[2] = -3;
   expect_refusal(moe_permute(bad.routing(), a.view(), first, sorted, inverse, out.view()),

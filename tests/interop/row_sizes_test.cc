@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <set>
 #include <string>
 #include <vector>
@@ -74,6 +75,11 @@ TEST(TokenChunks, WorkedExample) {
   EXPECT_EQ(plan_chunks(2, 9, 4, true).value(), (Chunks{{0, 2}, {1, 1}, {1, 1}}));
   EXPECT_EQ(plan_chunks(2, 9, 4).value(), (Chunks{{0, 2}, {2, 0}, {2, 0}}));
   EXPECT_TRUE(plan_chunks(0, 0, 4).value().empty());
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ(plan_chunks(5, 10, most).value(), (Chunks{{0, 5}}));
+  EXPECT_TRUE(plan_chunks(0, 0, most).value().empty());
+  const std::int64_t rows = std::int64_t{1} << 62;
+  EXPECT_EQ(plan_chunks(rows, rows, rows - 1).value(), (Chunks{{0, rows - 1}, {rows - 1, 1}}));
 }
 
 // Property 7: all ranks take as many steps, and each row is in exactly one of them.
@@ -98,6 +104,8 @@ TEST(TokenChunks, CoverEveryRowOnceInEquallyManySteps) {
 TEST(TokenChunks, RefusesByName) {
   expect_refusal(plan_chunks(1, 1, 0).status(), StatusCode::kInvalidArgument,
                  {"chunk_size: got 0"});
+  expect_refusal(plan_chunks(1, (std::int64_t{1} << 62) + 1, 1).status(),
+                 StatusCode::kInvalidArgument, {"max_tokens: got 46", "2^62"});
   expect_refusal(plan_chunks(2, 1, 1).status(), StatusCode::kInvalidArgument, {"tokens: got 2"});
   expect_refusal(plan_chunks(0, 3, 1, true).status(), StatusCode::kInvalidArgument,
                  {"tokens: got 0"});
@@ -177,6 +185,12 @@ TEST(ExpertOwnership, UpdateFollowsTheNewWorld) {
   dp.dp_size = 2;
   dp.dp_rank = 1;
   EXPECT_EQ(update_expert_map(8, dp, 4, 3)->config.dp_size, 4);
+  // Two ranks of each dp rank, neighbours: four of each in a world twice as large.
+  ParallelConfig pairs = ep_config(4, 1);
+  pairs.dp_size = 2;
+  const ExpertOwnership eighth = update_expert_map(16, pairs, 8, 6).value();
+  EXPECT_EQ(eighth.config.dp_size, 2);
+  EXPECT_EQ(eighth.config.dp_rank, 1);
   expect_refusal(update_expert_map(8, dp, 2, 2).status(), StatusCode::kInvalidArgument,
                  {"ep_rank: got 2"});
 }

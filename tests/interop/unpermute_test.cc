@@ -230,6 +230,10 @@ TEST(Unpermute, Misuse) {
   TensorView inside(p.y.data(), DType::kF32, {4, kWidth});
   expect_refusal(unpermute_and_reduce(c.routing(), p.y.view(), p.weights, p.inv_perm, inside),
                  StatusCode::kAliasing, {"y", "out"});
+  TensorView there = p.out.view();
+  there.device = Device::cuda(0);
+  expect_refusal(unpermute_and_reduce(c.routing(), p.y.view(), p.weights, p.inv_perm, there),
+                 StatusCode::kInvalidArgument, {"out: got memory of cuda:0"});
 }
 
 }  // namespace

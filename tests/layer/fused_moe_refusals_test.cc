@@ -111,11 +111,59 @@ TEST(FusedMoE, ForwardRefusesWithFieldValueAndNeed) {
                  StatusCode::kAliasing, "output overlaps hidden_states");
   expect_refused(layer.forward(ConstTensorView(nullptr, DType::kBF16, {3, 64}), out.view()),
                  StatusCode::kInvalidArgument, "null");
+  expect_refused(layer.forward(ConstTensorView(x.data(), DType::kBF16, {-1, -1, 64}),
+                               TensorView(out.data(), DType::kF32, {1, 64})),
+                 StatusCode::kInvalidShape, "hidden_states: got [-1, -1, 64], need dimensions");
   Tensor ids = Tensor::zeros(DType::kI32, {3, 3}).value();
   FusedMoE::Trace trace;
   trace.topk_ids = ids.view();
   expect_refused(layer.forward(x.view(), out.view(), trace), StatusCode::kInvalidShape,
                  "trace.topk_ids: got [3, 3], need [3, 2]");
+}
+
+TEST(FusedMoE, TracesThatOverlapAreRefused) {
+  const LayerTensors t = make_tensors(26, deepseek_like());  // with shared experts
+  const FusedMoE layer = make_layer(t);
+  const std::int64_t k = t.spec.routing.top_k;
+  const Tensor x = random_hidden(27, 3, 64);
+  Tensor y = Tensor::zeros(DType::kF32, {3, 64}).value();
+  Tensor part = Tensor::zeros(DType::kF32, {3, 64}).value();
+  Tensor logits = Tensor::zeros(DType::kF32, {3, t.spec.routing.num_experts}).value();
+  Tensor weights = Tensor::zeros(DType::kF32, {3, k}).value();
+  Tensor ids = Tensor::zeros(DType::kI32, {3, k}).value();
+  FusedMoE::Args good;
+  good.hidden_states = x.view();
+  good.output = y.view();
+  good.shared_output = part.view();
+  good.trace.router_logits = logits.view();
+  good.trace.topk_weights = weights.view();
+  good.trace.topk_ids = ids.view();
+  ASSERT_TRUE(layer.forward(good).ok());
+  struct Traced {
+    TensorView FusedMoE::Trace::*view;
+    const char* field;
+  };
+  const auto refused = [&](const Traced& trace, std::byte* memory, const char* other) {
+    FusedMoE::Args args = good;
+    (args.trace.*trace.view).data = memory;
+    expect_refusal(layer.forward(args), StatusCode::kAliasing, {trace.field, "overlap", other});
+  };
+  for (const Traced& trace : {Traced{&FusedMoE::Trace::router_logits, "trace.router_logits"},
+                              Traced{&FusedMoE::Trace::topk_weights, "trace.topk_weights"},
+                              Traced{&FusedMoE::Trace::topk_ids, "trace.topk_ids"}}) {
+    refused(trace, const_cast<std::byte*>(x.data()), "hidden_states");
+    refused(trace, y.data() + y.bytes() - 4, "output");
+    refused(trace, part.data(), "shared_output");
+  }
+  refused({&FusedMoE::Trace::topk_weights, "trace.topk_weights"}, logits.data(),
+          "trace.router_logits");
+  refused({&FusedMoE::Trace::topk_ids, "trace.topk_ids"}, weights.data(), "trace.topk_weights");
+  // Between rows that lie apart as well.
+  Tensor wide = Tensor::zeros(DType::kBF16, {3, 128}).value();
+  good.hidden_states = ConstTensorView(wide.data(), DType::kBF16, {3, 64});
+  good.hidden_states.strides[0] = 128;
+  ASSERT_TRUE(layer.forward(good).ok());
+  refused({&FusedMoE::Trace::topk_ids, "trace.topk_ids"}, wide.data() + 3 * 128, "hidden_states");
 }
 
 TEST(FusedMoe, ViewsOfAnotherDeviceAreRefused) {

@@ -430,6 +430,25 @@ TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
   args.output.data = workspace.data();
   expect_refused(kernel.run(args), StatusCode::kAliasing, "workspace overlaps output");
   args.output = output;
+  // What is read beside the rows, and what is reported of them, lies apart from both.
+  for (const auto& [field, memory] :
+       {std::pair{"workspace", workspace.data()}, std::pair{"output", output.data}}) {
+    const auto overlaps = [&](const char* other, auto&& put) {
+      ModularKernel::Args wrong = args;
+      put(wrong);
+      expect_refused(kernel.run(wrong), StatusCode::kAliasing,
+                     std::string(field) + " overlaps " + other);
+    };
+    overlaps("expert_map", [&, at = memory](auto& a) {
+      a.expert_map = {reinterpret_cast<const std::int32_t*>(at),
+                      static_cast<std::size_t>(c.problem.num_experts)};
+    });
+    overlaps("numerics", [&, at = memory](auto& a) {
+      a.numerics = {reinterpret_cast<RowNumerics*>(at), 5};
+    });
+    overlaps("a1_scale", [at = memory](auto& a) { a.a1_scale = {at, DType::kF32, {1}}; });
+    overlaps("a2_scale", [at = memory](auto& a) { a.a2_scale = {at, DType::kF32, {1}}; });
+  }
   test::poison(workspace.data(), bytes);
   ASSERT_TRUE(kernel.run(args).ok());
   EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0);

@@ -155,6 +155,11 @@ TEST(RankRefusals, SumsThatOneRankRefuses) {
         MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, make(o));
         Tensor y = Tensor::zeros(rank == 1 ? DType::kI32 : DType::kF32, {6, 64}).value();
         const Status refused = layer.maybe_all_reduce(y.view());
+        // A view of elements without memory.
+        TensorView none = Tensor::zeros(DType::kF32, {6, 64}).value().view();
+        none.data = nullptr;
+        expect_refusal(layer.maybe_all_reduce(none), StatusCode::kInvalidArgument,
+                       {"x: got a null pointer"});
         // Nothing is broken by it, nor by other sizes.
         Tensor z = Tensor::zeros(DType::kF32, {6, 64}).value();
         MOESAIC_RETURN_IF_ERROR(layer.maybe_all_reduce(z.view()));

@@ -56,6 +56,16 @@ TEST(EplbExamples, SmallReplication) {
   EXPECT_EQ(rank_loads(load, initial, 3).value(), (Loads{5.5, 2.0, 5.5}));
 }
 
+// One expert in every other slot: a table of slots [L, replicas] would have 2^30 entries.
+TEST(EplbExamples, LoadsOfManyReplicasOfOneExpert) {
+  constexpr std::int32_t kExperts = 1 << 15;
+  Ids map(2 * kExperts, 0);
+  for (std::int32_t e = 0; e < kExperts; ++e) map[static_cast<std::size_t>(e)] = e;
+  Loads load(kExperts, 0.0);
+  load[0] = kExperts + 1;
+  EXPECT_EQ(rank_loads(load, map, 2).value(), (Loads{1, kExperts}));
+}
+
 TEST(EplbExamples, Packing) {
   const eplb::Packing p = eplb::pack(Loads{7, 5, 4, 3, 2, 1}, 2);
   EXPECT_EQ(p.bin, (Ids{0, 1, 1, 0, 1, 0}));

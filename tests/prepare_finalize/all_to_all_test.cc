@@ -223,6 +223,10 @@ TEST(AllToAll, RefusesByName) {
     return make_batched_all_to_all_prepare_finalize(problem, self, options).status();
   };
   EXPECT_TRUE(make().ok());
+  problem.num_local_experts = 5;
+  expect_refusal(make(), StatusCode::kInvalidArgument,
+                 {"num_local_experts: got 5", "parallel gives rank 0 6"});
+  problem.num_local_experts = 6;
   expect_refusal(make_batched(), StatusCode::kUnsupported, {"format", "slabs"});
   options.max_tokens_per_rank = 0;
   expect_refusal(make(), StatusCode::kInvalidArgument, {"max_tokens_per_rank: got 0"});
@@ -243,9 +247,42 @@ TEST(AllToAll, RefusesByName) {
   problem.max_tokens = 4;
   problem.num_local_experts = 5;
   expect_refusal(make_batched(), StatusCode::kInvalidArgument, {"num_local_experts: got 5"});
-  problem.num_local_experts = 6;
+  problem.num_local_experts = problem.num_experts = 1 << 12;
+  problem.hidden_size = std::int64_t{1} << 20;
+  problem.max_tokens = options.max_tokens_per_rank = (std::int64_t{1} << 31) - 1;
+  expect_refusal(make_batched(), StatusCode::kLimitExceeded, {"4096 experts x 2147483647 rows"});
+  problem = test::small_problem("bf16");
+  problem.format = ActivationFormat::kBatched;
+  problem.max_tokens = options.max_tokens_per_rank = 4;
   options.gather = true;
   expect_refusal(make_batched(), StatusCode::kUnsupported, {"gather"});
+}
+
+// Two spreads of the experts, of the map and of `parallel`, would send rows to the wrong experts.
+TEST(AllToAll, MapsOfAnotherPlacementAreRefusedByAll) {
+  const StandardCase c = test::make_case(31, test::small_problem("bf16"), 6, DType::kBF16);
+  const std::int64_t experts = c.problem.num_experts;
+  for (const Transport transport : test::kTransports) {
+    TransportSetup setup;
+    setup.transport = transport;
+    std::vector<std::int32_t> robin(static_cast<std::size_t>(experts), -1);
+    for (std::int64_t e = 0; e < experts; e += 2) {
+      robin[static_cast<std::size_t>(e)] = static_cast<std::int32_t>(e / 2);
+    }
+    setup.spoil = [&](int rank, ModularKernel::Args& args) {
+      if (rank == 0) args.expert_map = robin;
+    };
+    const test::TransportRun run = test::run_transport(c, {3, 3}, setup);
+    for (std::size_t r = 0; r < 2; ++r) {
+      const Status& first = run.ranks[r].calls[0];
+      EXPECT_TRUE(run.ranks[r].calls[1].ok()) << run.ranks[r].calls[1].message();
+      if (transport == Transport::kGather) {  // whose rows go everywhere
+        EXPECT_TRUE(first.ok()) << first.message();
+      } else {
+        expect_refusal(first, StatusCode::kInvalidArgument, {"expert_map[1]: got -1, need 1"});
+      }
+    }
+  }
 }
 
 // Stands for experts that know nothing of quantised rows.

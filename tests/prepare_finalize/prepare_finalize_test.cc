@@ -280,6 +280,34 @@ TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
             std::string::npos);
 }
 
+TEST(PrepareFinalizeCatalogue, RanksThatCannotBeAreAReasonAndManyAreNoList) {
+  const auto refused = [](const ParallelConfig& parallel, const char* why) {
+    for (const ActivationFormat format :
+         {ActivationFormat::kStandard, ActivationFormat::kBatched}) {
+      MoeProblem p = small_problem("bf16");
+      p.format = format;
+      bool told = false;
+      for (const CandidateReport& row : explain_prepare_finalize(p, parallel)) {
+        EXPECT_FALSE(row.accepted) << row.name;
+        told = told || row.reason.find(why) != std::string::npos;
+      }
+      EXPECT_TRUE(told) << why;
+    }
+  };
+  ParallelConfig parallel;
+  parallel.dp_size = 2;
+  refused(parallel, "parallel: dp_size: got 2, need a divisor of the flattened size 1");
+  parallel.dp_size = 0;
+  refused(parallel, "parallel: dp_size: got 0");
+  parallel = {};
+  parallel.ep_size = 0;
+  refused(parallel, "parallel: ep_size: got 0");
+  parallel = {};
+  parallel.ep_size = parallel.dp_size = 2147483647;
+  const auto reports = explain_prepare_finalize(small_problem("bf16"), parallel);
+  EXPECT_NE(reports.front().reason.find("2147483647 ranks have rows"), std::string::npos);
+}
+
 TEST(PrepareFinalizeCatalogue, RowsMakeWhatTheyName) {
   const std::shared_ptr<Communicator> self =
       std::move(make_in_process_communicators(1).value().front());

@@ -375,6 +375,13 @@ TEST(RouterMisuse, Devices) {
   Router::Options options = options_of(plain());
   options.device = Device::cuda(99);
   EXPECT_EQ(Router::create(options).status().to_string(), check_device(options.device).to_string());
+  const Tensor bias = zeros(DType::kF32, {8});
+  options = options_of(plain());
+  options.spec.scoring_func = ScoringFunc::kSigmoid;
+  options.spec.has_correction_bias = true;
+  options.correction_bias = {bias.data(), DType::kF32, {8}, gpu};
+  test::expect_refusal(Router::create(options).status(), StatusCode::kInvalidArgument,
+                       {"correction_bias: got memory of cuda:0"});
   const Router here = Router::create(options_of(plain())).value();
   EXPECT_EQ(here.device(), Device::cpu());
   const Tensor logits = zeros(DType::kF32, {3, 8});

@@ -55,7 +55,7 @@ struct ExpertParamTarget {
 std::vector<ExpertParamTarget> expert_param_targets(std::span<const ExpertParamsMapping> mapping,
                                                     std::string_view name);
 
-// A parameter as one row per expert, [E_l, elements of one expert]: the same memory.
+// A parameter as one row per expert, [E_l, elements of one expert]: the same memory and device.
 //   parameter  [E_l, ...], contiguous; or [E_l, a, b] whose last two axes are transposed in memory,
 //              which is presented as if they were not (scales that a kernel wants column-major)
 // kInvalidShape for a scalar, kInvalidLayout for any other strides; both name `field`.
@@ -74,8 +74,8 @@ class ExpertWeightLoader {
   // Reads from `source`, whose experts are all logical ones, each that this rank needs once, and
   // fills every slot that holds it. Memory: the parameters, and what the source needs.
   // kInvalidArgument: P does not divide by ep_size, a rank outside, a logical expert outside
-  // [0, num_logical) or without any slot. kInvalidShape, kInvalidDType: experts that differ (names
-  // tensor and expert). Errors of the source; kOutOfMemory.
+  // [0, num_logical) or without any slot, tensors in memory of a GPU. kInvalidShape, kInvalidDType:
+  // experts that differ or do not fill whole bytes (names tensor and expert). Errors of the source; kOutOfMemory.
   static Result<ExpertWeightLoader> load(ExpertSource& source, std::int64_t num_logical,
                                          const Options& options);
 

@@ -24,7 +24,7 @@ struct ExpertOwnership {
   std::vector<std::int32_t> expert_map;  // empty when new_ep_size == 1
 };
 // dp_size becomes new_ep_size where it was ep_size (every rank has rows of its own) and must divide
-// it otherwise. Errors as make_expert_map and validate().
+// it otherwise; dp_rank is that of the new rank. Errors as make_expert_map and validate().
 Result<ExpertOwnership> update_expert_map(std::int64_t num_experts, const ParallelConfig& config,
                                           int new_ep_size, int new_ep_rank);
 
@@ -118,7 +118,7 @@ struct TokenChunk {
 // All ranks take ceil(max_tokens / chunk_size) steps; a rank that has run out takes part with zero
 // rows, unless repeat_last_row (transports that want at least one: its last row again, whose result
 // is the same). kInvalidArgument for chunk_size < 1, tokens outside [0, max_tokens], or
-// repeat_last_row without a row to repeat.
+// repeat_last_row without a row to repeat, and for max_tokens above 2^62.
 Result<std::vector<TokenChunk>> plan_chunks(std::int64_t tokens, std::int64_t max_tokens,
                                             std::int64_t chunk_size, bool repeat_last_row = false);
 

@@ -45,7 +45,7 @@ Result<AlignSizes> moe_align_sizes(std::int64_t num_slots, std::int64_t block_si
 //                       sentinel n in all padding up to the end
 //   expert_ids   [ceil(len(sorted_ids) / B)]  out, the expert of each block, -1 for unused blocks
 //   num_tokens_post_pad  out, entries of sorted_ids that blocks in use cover
-// kInvalidArgument (a map entry outside [-1, E), sizes as moe_align_sizes), kInvalidShape,
+// kInvalidArgument (a null pointer, a map entry outside [-1, E), sizes as moe_align_sizes), kInvalidShape,
 // kLimitExceeded. Deterministic. O(n + P + E).
 Status moe_align_block_size(std::span<const std::int32_t> topk_ids, std::int64_t block_size,
                             std::int64_t num_experts, std::span<const std::int32_t> expert_map,

@@ -105,7 +105,9 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
                                       {tokens, columns}, m.device));
   MOESAIC_RETURN_IF_ERROR(
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, slots, m.device));
-  return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device);
+  MOESAIC_RETURN_IF_ERROR(
+      check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device));
+  return layer::check_traces_apart(args);
 }
 
 std::int64_t CudaLayer::Impl::rows_at_once(const FusedMoE::Args& args) const {
