@@ -24,7 +24,8 @@ inline std::int64_t w13_parts(const MoeProblem& problem) {
 
 // Shapes, dtypes, layout and finite scales of one expert, as ExpertWeightsView documents.
 // kInvalidShape, kInvalidDType, kInvalidLayout (not contiguous), kInvalidArgument (absent or
-// unexpected tensor, non-finite scale, memory of a GPU for a problem on the CPU). The text starts with "expert <local_expert>: ".
+// unexpected tensor, non-finite scale, memory of a GPU for a problem on the CPU). The text starts
+// with "expert <local_expert>: ".
 Status check_expert_weights(const MoeProblem& problem, const ExpertWeightsView& weights,
                             std::int64_t local_expert);
 

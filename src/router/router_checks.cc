@@ -69,7 +69,7 @@ Status check_method(const RoutingSpec& r) {
   return {};
 }
 
-// A vector of fp32 numbers, one per expert: shape, dtype, layout, host memory, and every value finite.
+// A vector of fp32 numbers, one per expert: shape, dtype, layout, host memory, every value finite.
 Status check_bias(std::string_view field, const ConstTensorView& bias, std::int64_t columns) {
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, bias, {columns}));
   MOESAIC_RETURN_IF_ERROR(expect_dtype(field, bias, DType::kF32));
