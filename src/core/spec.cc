@@ -21,14 +21,33 @@ Status between(std::string_view field, std::int64_t value, std::int64_t low, std
   return invalid(fmt::format("{}: got {}, need {} to {} ({})", field, value, low, high, high_name));
 }
 
-Status positive_finite(std::string_view field, double value) {
-  if (std::isfinite(value) && value > 0) return {};
-  return invalid(fmt::format("{}: got {}, need a finite number > 0", field, value));
-}
-
 Status not_negative_finite(std::string_view field, double value) {
   if (std::isfinite(value) && value >= 0) return {};
   return invalid(fmt::format("{}: got {}, need a finite number >= 0", field, value));
+}
+
+// Routers compute in fp32: a double that is 0, subnormal or infinite there is another number.
+bool is_normal_f32(double value) { return std::isnormal(static_cast<float>(value)); }
+
+Status positive_f32(std::string_view field, double value) {
+  const auto rounded = static_cast<float>(value);
+  if (std::isfinite(rounded) && rounded > 0) return {};
+  return invalid(fmt::format("{}: got {}, need a number that fp32 represents, > 0", field, value));
+}
+
+Status zero_or_normal_f32(std::string_view field, double value) {
+  if (value == 0 || (value > 0 && is_normal_f32(value))) return {};
+  return invalid(fmt::format("{}: got {}, need 0 or a normal fp32 number > 0 (1.2e-38 to 3.4e38)",
+                             field, value));
+}
+
+Status validate_p_norm(double p) {
+  // The root is a power too.
+  if (p > 0 && is_normal_f32(p) && is_normal_f32(1 / static_cast<double>(static_cast<float>(p)))) {
+    return {};
+  }
+  return invalid(fmt::format(
+      "routing.p_norm: got {}, need a number > 0 that fp32 represents, as its inverse", p));
 }
 
 Status validate_groups(const RoutingSpec& r) {
@@ -76,10 +95,10 @@ Status validate_method(const RoutingSpec& r) {
     if (r.renormalize) {
       return invalid("routing.renormalize: got true with method sparse_mixer, need false");
     }
-    MOESAIC_RETURN_IF_ERROR(not_negative_finite("routing.jitter_eps", r.jitter_eps));
+    MOESAIC_RETURN_IF_ERROR(zero_or_normal_f32("routing.jitter_eps", r.jitter_eps));
   }
   if (r.method == RoutingMethod::kPNorm) {
-    MOESAIC_RETURN_IF_ERROR(positive_finite("routing.p_norm", r.p_norm));
+    MOESAIC_RETURN_IF_ERROR(validate_p_norm(r.p_norm));
   }
   if (r.group_by_best_two && r.method != RoutingMethod::kGroupedTopK) {
     return invalid(fmt::format("routing.group_by_best_two: got true with method {}, need false",
@@ -108,10 +127,9 @@ Status validate_routing(const MoeLayerSpec& spec) {
               r.num_zero_experts > 0 ? "num_experts + num_zero_experts" : "num_experts"));
   MOESAIC_RETURN_IF_ERROR(validate_groups(r));
   MOESAIC_RETURN_IF_ERROR(validate_method(r));
-  MOESAIC_RETURN_IF_ERROR(
-      positive_finite("routing.routed_scaling_factor", r.routed_scaling_factor));
-  MOESAIC_RETURN_IF_ERROR(not_negative_finite("routing.renorm_floor", r.renorm_floor));
-  return not_negative_finite("routing.renorm_epsilon", r.renorm_epsilon);
+  MOESAIC_RETURN_IF_ERROR(positive_f32("routing.routed_scaling_factor", r.routed_scaling_factor));
+  MOESAIC_RETURN_IF_ERROR(zero_or_normal_f32("routing.renorm_floor", r.renorm_floor));
+  return zero_or_normal_f32("routing.renorm_epsilon", r.renorm_epsilon);
 }
 
 Status validate_activation(const ActivationSpec& a) {

@@ -208,6 +208,12 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   routed.num_experts = *physical;
   routed.num_local_experts = static_cast<std::int64_t>(local.size());
   routed.top_k = plan.ranks.slots_as_rows ? 1 : spec.routing.top_k;
+  if (routed.top_k > *physical) {  // legal for the router of a model with identity experts
+    return unsupported(fmt::format(
+        "routing.top_k: got {}, need at most {} (num_experts): the experts take no more "
+        "slots than there are experts, identity experts not counted",
+        routed.top_k, *physical));
+  }
   routed.max_tokens = plan.ranks.experts_rows;
   if (plan.ranks.transport == RankTransport::kBatched) routed.format = ActivationFormat::kBatched;
   routed.hidden_size = plan.latent_size;

@@ -48,6 +48,16 @@ Status check_matrix(std::string_view field, const ConstTensorView& w) {
   return expect_contiguous(field, w);
 }
 
+constexpr double kSmallestNormalF16 = 0x1p-14;
+// Of the error of normal data: what weights below the smallest normal number may lose of a matrix.
+constexpr double kMostSmallError = 1.15;
+
+OperandQuant weight_of(DType dtype) {
+  OperandQuant plain;
+  plain.dtype = dtype;
+  return plain;
+}
+
 class RoundingSource final : public ExpertSource {
  public:
   RoundingSource(ExpertSource& source, DType dtype) : source_(source), dtype_(dtype) {}
@@ -68,6 +78,7 @@ class RoundingSource final : public ExpertSource {
     MOESAIC_RETURN_IF_ERROR(check_matrix(field, w));
     MOESAIC_RETURN_IF_ERROR(reuse(out, dtype_, w.shape));
     const std::int64_t count = w.dim(0) * w.dim(1);
+    double small_errors = 0, squares = 0;
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = load_as_f32(w.data, w.dtype, i);
       store_from_f32(out.data(), dtype_, i, value);
@@ -76,8 +87,20 @@ class RoundingSource final : public ExpertSource {
                 fmt::format("{}: got {} at [{}, {}], which {} cannot hold; nearest is --quant f32",
                             field, value, i / w.dim(1), i % w.dim(1), dtype_name(dtype_))};
       }
+      if (dtype_ != DType::kF16) continue;  // the others have the range of fp32
+      const double exact = value;
+      squares += exact * exact;
+      if (std::abs(exact) >= kSmallestNormalF16) continue;
+      const double error = static_cast<double>(load_as_f32(out.data(), dtype_, i)) - exact;
+      small_errors += error * error;
     }
-    return {};
+    const double bound = kMostSmallError * quant::rounding_error(weight_of(dtype_));
+    if (!(small_errors > bound * bound * squares)) return {};
+    return {
+        StatusCode::kUnsupported,
+        fmt::format("{}: got weights below 6.1e-5 that {} rounds with a relative error of {:.1e}, "
+                    "need at most {:.1e}; nearest is --quant f32",
+                    field, dtype_name(dtype_), std::sqrt(small_errors / squares), bound)};
   }
 
   ExpertSource& source_;

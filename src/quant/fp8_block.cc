@@ -7,6 +7,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "numerics/codec.h"
+#include "quant/fp8_weight_scale.h"
 
 namespace moesaic::quant {
 namespace {
@@ -45,7 +46,7 @@ Status expect_finite(const ConstTensorView& w) {
 }
 
 float tile_scale(float amax, ScaleRounding rounding) {
-  const float scale = std::max(amax, kFp8BlockMinAmax) / kE4m3Max;
+  const float scale = fp8_weight_scale(amax, kFp8BlockMinAmax / kE4m3Max);
   if (rounding == ScaleRounding::kNone) return scale;
   return f32_from_e8m0(e8m0_from_scale_ceil(scale));
 }

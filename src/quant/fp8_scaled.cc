@@ -6,6 +6,7 @@
 #include "core/fault.h"
 #include "numerics/codec.h"
 #include "quant/arguments.h"
+#include "quant/fp8_weight_scale.h"
 
 namespace moesaic::quant {
 namespace {
@@ -52,7 +53,7 @@ Status quantize_fp8_rows(ConstTensorView x, TensorView q, TensorView scale) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_shape.num_elements());
   const std::int64_t k = x.dim(x.rank() - 1);
   for (std::int64_t m = 0; m < rows; ++m) {
-    const float s = fp8_row_scale(max_abs(x, m * k, k));
+    const float s = fp8_weight_scale(max_abs(x, m * k, k), kFp8RowMinScale);
     scale.as<float>()[m] = s;
     for (std::int64_t i = m * k; i < (m + 1) * k; ++i) {
       q.as<std::uint8_t>()[i] = e4m3_from_f32(load_as_f32(x.data, x.dtype, i) / s);

@@ -1,5 +1,6 @@
-// FP8 (e4m3) with one scale per tensor or per row (activations: per token; weights: per output
-// channel), as plain loops. Blocks and groups: fp8_block.h, fp8_group.h. Source: per-tensor and per-token FP8 of vLLM checkpoints.
+// FP8 (e4m3) weights with one scale per tensor or per row (output channel), as plain loops, and the
+// scale of a row of activations (token). Blocks and groups: fp8_block.h, fp8_group.h. Source:
+// per-tensor and per-token FP8 of vLLM checkpoints.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,11 @@
 
 namespace moesaic::quant {
 
-// Smallest scale of a row, bits 0x36924925: rows of zeros and of tiny numbers keep a finite
-// 1/scale.
+// Smallest scale of a token, bits 0x36924925: rows of zeros and of tiny numbers keep a finite
+// 1/scale. Of weights only rows of zeros have it.
 inline constexpr float kFp8RowMinScale = 1.0F / (448.0F * 512.0F);
 
-// Scale of a row with this amax: max(amax / 448, kFp8RowMinScale).
+// Scale of a token with this amax: max(amax / 448, kFp8RowMinScale).
 float fp8_row_scale(float amax);
 
 // In all of these
@@ -27,7 +28,8 @@ float fp8_row_scale(float amax);
 // and codes 0, so that products are 0 and never NaN. x finite.
 Status quantize_fp8_tensor(ConstTensorView x, TensorView q, TensorView scale);
 // One scale per row of x [.., M, K]: q = e4m3(x / s), saturating; scale [.., M] F32 = s =
-// fp8_row_scale(amax). A NaN element does not count in amax and gets the code of +448.
+// fp8_weight_scale(amax, kFp8RowMinScale) of fp8_weight_scale.h. A NaN element does not count in
+// amax and gets the code of +448.
 Status quantize_fp8_rows(ConstTensorView x, TensorView q, TensorView scale);
 
 // out = value(q) * scale, the product in fp32, rounded once to the output's dtype.

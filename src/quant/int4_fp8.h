@@ -18,6 +18,8 @@ inline constexpr std::int64_t kInt4Fp8GroupUnit = 32;   // a group is a multiple
 // Two-level scales of each row n:
 //   chan0 = max(max_g group_scale / 448, 1 / (448 * 512)),  f = e4m3(group_scale / chan0),
 //   scale = e4m3(f / 8),  channel_scale = 8 * chan0.
+// Rows whose largest group_scale is below 8 / (448 * 512) (weights up to 2.6e-4) have no such floor:
+// it would leave their scales fewer bits, down to none.
 // The division by 8 keeps every product of a code -8 .. 7 with the byte inside e4m3; it costs
 // mantissa bits where a group's scale is below about 1/3584 of the row's largest.
 //   group_scale    [N, G]  in, F32, BF16 or F16, finite and not negative

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 
@@ -131,6 +132,28 @@ class Builder {
     return pack_nibbles(codes.view(), 0, out_.weight.view());
   }
 
+  // A group without codes has the scale 1. Beside real scales that would be the row's largest, and
+  // leave no bits for them: it gets the largest real one. Rows without codes keep 1.
+  void share_scale_with_zero_groups(const Tensor& codes, Tensor* scale) const {
+    const std::int64_t groups = scale->shape()[1];
+    const auto coded = [&](std::int64_t n, std::int64_t g) {
+      const std::int8_t* row = codes.as<std::int8_t>() + n * cols();
+      return std::any_of(row + g * quant_.block_k, row + std::min((g + 1) * quant_.block_k, cols()),
+                         [](std::int8_t q) { return q != 0; });
+    };
+    for (std::int64_t n = 0; n < rows(); ++n) {
+      float* row = scale->as<float>() + n * groups;
+      float largest = 0.0F;
+      for (std::int64_t g = 0; g < groups; ++g) {
+        if (coded(n, g)) largest = std::max(largest, row[g]);
+      }
+      if (largest == 0.0F) continue;
+      for (std::int64_t g = 0; g < groups; ++g) {
+        if (!coded(n, g)) row[g] = largest;
+      }
+    }
+  }
+
   Status int4(std::int64_t /*rows_per_part*/) {
     MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
     Tensor codes, group_scale;
@@ -143,6 +166,7 @@ class Builder {
       out_.scale = std::move(group_scale);
       return {};
     }
+    share_scale_with_zero_groups(codes, &group_scale);
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF8E4M3, groups));
     MOESAIC_RETURN_IF_ERROR(make(&out_.channel_scale, DType::kF32, {rows()}));
     return split_int4_fp8_scales(group_scale.view(), out_.scale.view(), out_.channel_scale.view());

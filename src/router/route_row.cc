@@ -43,7 +43,10 @@ float group_score(const float* selection, std::int64_t size, bool top_two) {
       second = v;
     }
   }
-  return top_two ? first + second : first;
+  if (!top_two) return first;
+  // A sum below the range of fp32 is still that of two candidates.
+  const float sum = first + second;
+  return second > -kInf ? std::max(sum, std::numeric_limits<float>::lowest()) : sum;
 }
 
 }  // namespace

@@ -42,9 +42,21 @@ Status check_method(const RoutingSpec& r) {
   if (r.method == RoutingMethod::kLlama4 && r.renormalize) {
     return invalid("routing.renormalize: got true with method llama4, need false");
   }
-  if (r.method == RoutingMethod::kPNorm && r.scoring_func != ScoringFunc::kSoftmax) {
-    return invalid(fmt::format("routing.scoring_func: got {} with method p_norm, need softmax",
-                               scoring_func_name(r.scoring_func)));
+  if (r.method == RoutingMethod::kPNorm && r.renormalize) {
+    return invalid("routing.renormalize: got true with method p_norm, need false");
+  }
+  const bool fixed_softmax = r.method == RoutingMethod::kPNorm ||
+                             r.method == RoutingMethod::kTopKSoftmax ||
+                             r.method == RoutingMethod::kSparseMixer;
+  if (fixed_softmax && r.scoring_func != ScoringFunc::kSoftmax) {
+    return invalid(fmt::format("routing.scoring_func: got {} with method {}, need softmax",
+                               scoring_func_name(r.scoring_func), method));
+  }
+  // Its weights are sigmoids; softmax is the value of a spec that says nothing.
+  if (r.method == RoutingMethod::kLlama4 && r.scoring_func == ScoringFunc::kSqrtSoftplus) {
+    return invalid(
+        "routing.scoring_func: got sqrtsoftplus with method llama4, need sigmoid or softmax (the "
+        "default)");
   }
   if (r.method == RoutingMethod::kHash && r.scoring_func != ScoringFunc::kSqrtSoftplus) {
     return invalid(fmt::format("routing.scoring_func: got {} with method hash, need sqrtsoftplus",
@@ -58,13 +70,6 @@ Status check_method(const RoutingSpec& r) {
         fmt::format("routing.routed_scaling_factor: got {} with method {}, need 1 or "
                     "scale_on_output",
                     r.routed_scaling_factor, method));
-  }
-  if (!std::isfinite(static_cast<float>(r.routed_scaling_factor)) ||
-      !(static_cast<float>(r.routed_scaling_factor) > 0)) {
-    return invalid(
-        fmt::format("routing.routed_scaling_factor: got {}, need a number that fp32 "
-                    "represents, > 0",
-                    r.routed_scaling_factor));
   }
   return {};
 }

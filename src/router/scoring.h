@@ -36,7 +36,8 @@ class LaneSum {
 // scores[e] = score of logits[e], e < n; may be in place. NaN and infinite scores become 0 (for
 // sqrtsoftplus NaN only). softmax is over all n; a NaN or +inf among its logits makes the whole row
 // 0, as does a row of -inf.
-// Relative error: softmax (n + |max - x| + 8) * 2^-24, the others 2^-21.
+// Relative error: softmax (n + |max - x| + 8) * 2^-24, the others 2^-21; while the score, of
+// sqrtsoftplus softplus itself, is a normal fp32 number (logits above -87).
 void score_row(ScoringFunc func, const float* logits, std::int64_t n, float* scores);
 
 }  // namespace moesaic::router

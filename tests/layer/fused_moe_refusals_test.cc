@@ -79,6 +79,16 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
         w.tensors.e_score_correction_bias = Tensor();
       },
       StatusCode::kUnsupported, "routing.method: got simulated");
+  refuse(
+      [](auto& w, auto&) {
+        w.spec.routing = RoutingSpec();
+        w.spec.routing.num_experts = 8;
+        w.spec.routing.num_zero_experts = 4;
+        w.spec.routing.top_k = 9;
+        w.spec.routing.method = RoutingMethod::kZeroExpert;
+        w.spec.routing.has_correction_bias = true;
+      },
+      StatusCode::kUnsupported, "routing.top_k: got 9, need at most 8 (num_experts)");
   refuse([](auto& w, auto&) { w.spec.input_norm_eps = 1e-6; }, StatusCode::kInvalidArgument,
          "experts_norm_weight: got none");
   refuse([](auto& w, auto&) { w.spec.input_norm_eps = -1; }, StatusCode::kInvalidArgument,

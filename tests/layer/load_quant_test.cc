@@ -132,6 +132,22 @@ TEST(QuantiseAtLoad, RefusesWhatNoFormatHoldsNamingExpertAndMatrix) {
     const std::string& text = layer.status().message();
     EXPECT_NE(text.find("expert 3: w2"), std::string::npos) << text;
   }
+  // F16 has too few bits for small weights; a few of them are no part of their matrix.
+  LayerTensors small = make_tensors(36, wide_spec("f32"));
+  const auto scale_w2 = [&](std::int64_t stride, float factor) {
+    for (std::int64_t i = 3 * per_expert; i < 4 * per_expert; i += stride) {
+      small.experts.w2.as<float>()[i] *= factor;
+    }
+  };
+  scale_w2(64, 1e-4F);
+  EXPECT_TRUE(FusedMoE::create(small.weights(), with_quant("f16")).ok());
+  scale_w2(1, 1e-4F);
+  expect_refusal(FusedMoE::create(small.weights(), with_quant("f16")).status(),
+                 StatusCode::kUnsupported,
+                 {"expert 3: w2", "relative error of", "need at most 2.4e-04", "--quant f32"});
+  for (const char* quant : {"bf16", "fp8-channel", "fp8-block", "int4-fp8"}) {
+    EXPECT_TRUE(FusedMoE::create(small.weights(), with_quant(quant)).ok()) << quant;
+  }
   // Sizes are refused before anything is read.
   MoeLayerSpec narrow = small_spec();
   narrow.hidden_size = 48;

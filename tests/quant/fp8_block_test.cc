@@ -60,6 +60,16 @@ TEST(Fp8Block, ZeroTilesUseTheFloor) {
   for (std::int64_t i = 0; i < r.q.bytes(); ++i) ASSERT_EQ(r.q.as<std::uint8_t>()[i], 0);
 }
 
+TEST(Fp8Block, SmallTilesHaveNoFloor) {
+  Tensor w = Tensor::zeros(DType::kF32, {1, 2}).value();
+  w.as<float>()[0] = 448e-20F;
+  w.as<float>()[1] = -7e-20F;
+  const Fp8Blocks r = quantize(w);
+  EXPECT_EQ(r.scale.as<float>()[0], 448e-20F / 448.0F);
+  EXPECT_EQ(r.q.as<std::uint8_t>()[0], 0x7E);
+  EXPECT_EQ(r.q.as<std::uint8_t>()[1], 0xCE);
+}
+
 // Every element against the definition, tile by tile, on ragged shapes.
 TEST(Fp8Block, FollowsTheDefinitionOnRaggedShapes) {
   for (const quant::ScaleRounding rounding :

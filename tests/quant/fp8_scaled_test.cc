@@ -47,6 +47,13 @@ TEST(Fp8Scaled, RowScalesHaveAFloor) {
   for (const std::uint8_t byte : test::bytes_of(zero.q)) EXPECT_EQ(byte, 0);
 }
 
+TEST(Fp8Scaled, RowsOfSmallWeightsKeepTheirBits) {
+  const Fp8Scaled r = quantize_rows(f32_of({2, 2}, {448e-30F, 1e-30F, 0x1p-149F, 0x1p-140F}));
+  EXPECT_EQ(r.scale.as<float>()[0], 448e-30F / 448.0F);
+  EXPECT_EQ(r.scale.as<float>()[1], 0x1p-126F);  // 1/scale stays finite
+  EXPECT_EQ(test::bytes_of(r.q), (std::vector<std::uint8_t>{0x7E, 0x38, 0x00, 0x00}));
+}
+
 TEST(Fp8Scaled, FollowsTheDefinition) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     test::Rng rng(2);

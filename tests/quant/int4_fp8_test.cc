@@ -54,11 +54,17 @@ TEST(Int4Fp8, PublishedScales) {
   // 224, 448, 336, 112 of the channel scale, over 8. 336 is a tie of e4m3: to even, 320 (not 352).
   EXPECT_EQ(test::bytes_of(scale), (std::vector<std::uint8_t>{0x5E, 0x66, 0x62, 0x56}));
   EXPECT_EQ(channel.as<float>()[0], 8.0F * (0.02F / 448.0F));
-  // The floor: a row of tiny scales.
-  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({1, 4}, {1e-9F, 1e-9F, 1e-9F, 1e-9F}).view(),
+  // The floor: a row of small scales.
+  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({1, 4}, {1e-4F, 1e-4F, 1e-4F, 1e-4F}).view(),
                                            scale.view(), channel.view())
                   .ok());
   EXPECT_EQ(channel.as<float>()[0], 8.0F / (448.0F * 512.0F));
+  // It would round tiny ones to 0.
+  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({1, 4}, {1e-9F, 2e-9F, 1e-9F, 1e-9F}).view(),
+                                           scale.view(), channel.view())
+                  .ok());
+  EXPECT_EQ(channel.as<float>()[0], 8.0F * (2e-9F / 448.0F));
+  EXPECT_EQ(test::bytes_of(scale), (std::vector<std::uint8_t>{0x5E, 0x66, 0x5E, 0x5E}));
 }
 
 TEST(Int4Fp8, SplitScalesStayWithin6Percent) {

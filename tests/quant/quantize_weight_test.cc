@@ -57,6 +57,40 @@ TEST(QuantizeWeight, EverySchemeOfTheCatalogueErrsAsItsFormatDoes) {
   }
 }
 
+// Scales follow the weights however small these are: multiplied with a power of two they err as
+// before. F16 has no scale.
+TEST(QuantizeWeight, SmallWeightsErrAsLargeOnes) {
+  Tensor x = test::gaussian(5);
+  for (std::int64_t i = 0; i < 256 * 1024; ++i) x.as<float>()[i] *= 0x1p-60F;
+  for (const Scheme& scheme : quant_schemes()) {
+    if (scheme.weight.dtype == DType::kF16) continue;
+    SCOPED_TRACE(std::string(scheme.name));
+    auto stored = quant::quantize_weight(scheme.weight, x.view(), 128);
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    Tensor back = test::poisoned(DType::kF32, x.shape());
+    ASSERT_TRUE(quant::dequantize_weight(scheme.weight, stored->view(), 128, back.view()).ok());
+    EXPECT_LE(test::rel_l2(back, x), 1.03 * quant::rounding_error(scheme.weight));
+  }
+}
+
+// A group of zeros (pruned or padded columns) costs the other groups of its row nothing.
+TEST(QuantizeWeight, AGroupOfZerosLeavesTheErrorOfItsRow) {
+  Tensor x = test::gaussian(4);
+  for (std::int64_t i = 0; i < 256 * 1024; ++i) {
+    x.as<float>()[i] *= 0x1p-14F;
+    if (i % 1024 < 128 || i / 1024 == 7) x.as<float>()[i] = 0.0F;
+  }
+  for (const char* name : {"int4-fp8", "int4-g128"}) {
+    SCOPED_TRACE(name);
+    const OperandQuant quant = quant_scheme_from_name(name).value().weight;
+    auto stored = quant::quantize_weight(quant, x.view(), 256);
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    Tensor back = test::poisoned(DType::kF32, x.shape());
+    ASSERT_TRUE(quant::dequantize_weight(quant, stored->view(), 256, back.view()).ok());
+    EXPECT_NEAR(test::rel_l2(back, x) / quant::rounding_error(quant), 1.0, 0.03);
+  }
+}
+
 TEST(QuantizeWeight, ZeroPointsAndTables) {
   const Tensor x = test::gaussian(3);
   OperandQuant quant;

@@ -39,6 +39,14 @@ TEST(RouterMisuse, SpecValues) {
   s = plain();
   s.renorm_floor = -1;
   refused(s, "routing.renorm_floor: got -1");
+  for (const double bad : {1e-50, 1e-40, 1e300}) {  // 0, subnormal and infinite in fp32
+    s.renorm_floor = bad;
+    refused(s, "routing.renorm_floor: got");
+    s.renorm_floor = 0;
+    s.renorm_epsilon = bad;
+    refused(s, "routing.renorm_epsilon: got");
+    s.renorm_epsilon = 0;
+  }
   s = plain();
   s.num_expert_group = 2;
   refused(s, "routing.num_expert_group: got 2 with method topk");
@@ -72,9 +80,22 @@ TEST(RouterMisuse, SpecValues) {
   s = test::method_spec(RoutingMethod::kPNorm, 8, 2);
   s.p_norm = 0;
   refused(s, "routing.p_norm: got 0");
+  for (const double bad : {1e-50, 1e-40, 1e-38, 3e38, 1e300}) {  // it or its inverse
+    s.p_norm = bad;
+    refused(s, "routing.p_norm: got");
+  }
   s.p_norm = 2;
-  s.scoring_func = ScoringFunc::kSigmoid;
-  refused(s, "routing.scoring_func: got sigmoid with method p_norm");
+  s.renormalize = true;
+  refused(s, "routing.renormalize: got true with method p_norm");
+  for (const auto method :
+       {RoutingMethod::kPNorm, RoutingMethod::kTopKSoftmax, RoutingMethod::kSparseMixer}) {
+    s = test::method_spec(method, 8, 2);
+    s.scoring_func = ScoringFunc::kSigmoid;
+    refused(s, "routing.scoring_func: got sigmoid with method");
+  }
+  s = test::method_spec(RoutingMethod::kLlama4, 8, 1);
+  s.scoring_func = ScoringFunc::kSqrtSoftplus;
+  refused(s, "routing.scoring_func: got sqrtsoftplus with method llama4");
   s = test::method_spec(RoutingMethod::kLlama4, 8, 1);
   s.renormalize = true;
   refused(s, "routing.renormalize: got true with method llama4");
