@@ -14,10 +14,11 @@ namespace moesaic::quant {
 // Whether a scale is rounded up to a power of two (the UE8M0 form, held in an F32).
 enum class ScaleRounding : std::uint8_t { kNone, kCeilPowerOfTwo };
 
-// The amax that a tile of zeros is taken to have: keeps 1/scale finite.
+// Smallest amax that a tile is taken to have: keeps 1/scale finite for tiles of zeros.
 inline constexpr float kFp8BlockMinAmax = 1e-4F;
 
-// scale = amax of the tile / 448 (fp8_weight_scale), optionally rounded up to a power of two;
+// scale = max(amax of the tile, 1e-4) / 448 (below 1e-4 / 448 without that floor:
+// fp8_weight_scale.h), optionally rounded up to a power of two;
 // q = e4m3(w * (1 / scale)). All in fp32.
 //   w      [.., N, K]                     in, F32, BF16 or F16, contiguous, rank 2 or 3, finite
 //   q      [.., N, K]                     out, F8_E4M3, contiguous

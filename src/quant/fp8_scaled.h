@@ -11,7 +11,7 @@
 namespace moesaic::quant {
 
 // Smallest scale of a token, bits 0x36924925: rows of zeros and of tiny numbers keep a finite
-// 1/scale. Of weights only rows of zeros have it.
+// 1/scale. Rows of weights below it have none (fp8_weight_scale.h).
 inline constexpr float kFp8RowMinScale = 1.0F / (448.0F * 512.0F);
 
 // Scale of a token with this amax: max(amax / 448, kFp8RowMinScale).

@@ -8,11 +8,12 @@
 
 namespace moesaic::quant {
 
-// amax / 448, at least the smallest normal fp32 number; scale_of_zeros where all are 0. No other
-// floor, as activations have (fp8_scaled.h): it would take bits of small weights.
-inline float fp8_weight_scale(float amax, float scale_of_zeros) {
-  if (!(amax > 0.0F)) return scale_of_zeros;
-  return std::max(amax / kE4m3Max, std::numeric_limits<float>::min());
+// amax / 448, at least the published floor, which is the scale of zeros too. Below it not even the
+// largest weight would have a code of 1, and the others ever fewer bits: there amax / 448, at least
+// the smallest normal fp32 number.
+inline float fp8_weight_scale(float amax, float floor) {
+  const bool small = amax > 0.0F && amax < floor;
+  return std::max(amax / kE4m3Max, small ? std::numeric_limits<float>::min() : floor);
 }
 
 }  // namespace moesaic::quant

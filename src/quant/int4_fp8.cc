@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "core/fault.h"
 #include "numerics/codec.h"
 #include "quant/arguments.h"
 #include "quant/fp8_scaled.h"
-#include "quant/fp8_weight_scale.h"
 
 namespace moesaic::quant {
 
@@ -38,8 +38,9 @@ Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
       largest = std::max(largest, s);
     }
     // The published floor, but for rows of which it would take bits.
-    const float channel = largest < 8 * kFp8RowMinScale ? fp8_weight_scale(largest, kFp8RowMinScale)
-                                                        : fp8_row_scale(largest);
+    const bool small = largest > 0.0F && largest < 8 * kFp8RowMinScale;
+    const float channel = small ? std::max(largest / kE4m3Max, std::numeric_limits<float>::min())
+                                : fp8_row_scale(largest);
     // Without the division by 8 a product would pass 448 and saturate.
     const float reserve = MOESAIC_FAULT(quant_w4a8_no_reserve) ? 1.0F : 8.0F;
     channel_scale.as<float>()[n] = reserve * channel;

@@ -61,6 +61,13 @@ TEST(Fp8Block, ZeroTilesUseTheFloor) {
 }
 
 TEST(Fp8Block, SmallTilesHaveNoFloor) {
+  // The published one, as long as it leaves a code of 1.
+  const float least = 1e-4F / 448.0F;
+  Tensor one = Tensor::zeros(DType::kF32, {1, 1}).value();
+  for (const float value : {1e-5F, least}) {
+    one.as<float>()[0] = value;
+    EXPECT_EQ(quantize(one).scale.as<float>()[0], least);
+  }
   Tensor w = Tensor::zeros(DType::kF32, {1, 2}).value();
   w.as<float>()[0] = 448e-20F;
   w.as<float>()[1] = -7e-20F;

@@ -48,6 +48,7 @@ TEST(Fp8Scaled, RowScalesHaveAFloor) {
 }
 
 TEST(Fp8Scaled, RowsOfSmallWeightsKeepTheirBits) {
+  EXPECT_EQ(quantize_rows(f32_of({1, 1}, {1e-4F})).scale.as<float>()[0], 1.0F / (448.0F * 512.0F));
   const Fp8Scaled r = quantize_rows(f32_of({2, 2}, {448e-30F, 1e-30F, 0x1p-149F, 0x1p-140F}));
   EXPECT_EQ(r.scale.as<float>()[0], 448e-30F / 448.0F);
   EXPECT_EQ(r.scale.as<float>()[1], 0x1p-126F);  // 1/scale stays finite
