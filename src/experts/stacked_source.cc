@@ -29,7 +29,7 @@ Result<ConstTensorView> slice(std::string_view field, const ConstTensorView& t, 
                               t.strides[0], dtype_name(t.dtype)));
   }
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, Shape::from(t.shape.dims().subspan(1)));
-  ConstTensorView view(t.data + e * (t.strides[0] * bits / 8), t.dtype, shape);
+  ConstTensorView view(t.data + e * (t.strides[0] * bits / 8), t.dtype, shape, t.device);
   for (std::size_t d = 0; d + 1 < static_cast<std::size_t>(rank); ++d) {
     view.strides[d] = t.strides[d + 1];
   }
