@@ -43,10 +43,7 @@ float group_score(const float* selection, std::int64_t size, bool top_two) {
       second = v;
     }
   }
-  if (!top_two) return first;
-  // A sum below the range of fp32 is still that of two candidates.
-  const float sum = first + second;
-  return second > -kInf ? std::max(sum, std::numeric_limits<float>::lowest()) : sum;
+  return top_two ? first + second : first;
 }
 
 }  // namespace

@@ -77,17 +77,6 @@ TEST(RouterSpecial, GroupedNeedsOneGroupPerPlace) {
   EXPECT_EQ(r.weights[3], 0.0F);
 }
 
-TEST(RouterSpecial, GroupedBiasesBelowTheRangeTogetherAreCandidates) {
-  // The two best of a group sum to less than fp32 holds; its logits are finite all the same.
-  RoutingSpec spec = test::grouped_spec(ScoringFunc::kSigmoid, 4, 2, true, 2, 1);
-  spec.routed_scaling_factor = 2;
-  Routed r = route(with(spec), matrix(1, Floats(4, 0.0F)), Floats(4, -3e38F));
-  EXPECT_EQ(r.ids, (Ids{0, 1}));
-  EXPECT_EQ(r.weights, (Floats{1, 1}));
-  r = route(with(spec), matrix(1, Floats(4, 0.0F)), {-3e38F, -3e38F, -1, -1});
-  EXPECT_EQ(r.ids, (Ids{2, 3}));
-}
-
 TEST(RouterSpecial, GroupedAllZeroScoresGiveZeroNotNaN) {
   // sigmoid underflows to 0 for every expert; the denominator 1e-20 + 0 keeps the weights 0.
   const Routed r = route(with(test::grouped_spec(ScoringFunc::kSigmoid, 8, 2, true, 4, 2)),

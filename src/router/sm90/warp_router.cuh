@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cfloat>
-
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -418,9 +416,7 @@ class WarpRouter {
       const int owner = __ffs(static_cast<int>(__ballot_sync(kAllLanes, first == rank))) - 1;
       const std::uint32_t next = __reduce_max_sync(kAllLanes, lane_ == owner ? second : first);
       const float other = next == kTaken ? minus_infinity() : value_of(next);
-      const float sum = value_of(rank) + other;
-      // A sum below the range of fp32 is still that of two candidates.
-      rank = key_of(other > minus_infinity() ? fmaxf(sum, -FLT_MAX) : sum);
+      rank = key_of(value_of(rank) + other);
     }
     if (lane_ == 0) s_.group_keys[g] = rank;
   }
