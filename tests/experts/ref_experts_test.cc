@@ -544,7 +544,7 @@ TEST(ExpertsNaN, StaysInItsRow) {
 TEST(ExpertsNaN, InfinityIsNoNumberEither) {
   for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8", "mxfp8", "mxfp4", "nvfp4",
                             "int4-fp8", "int4-g128-int8"}) {
-    for (const auto infinity : {std::uint16_t{0x7F80}, std::uint16_t{0xFF80}}) {
+    for (const std::uint16_t infinity : {0x7F80, 0xFF80}) {
       StandardCase c = make_case(141, small_problem(quant), 3, DType::kBF16);
       c.hidden_states.as<std::uint16_t>()[c.problem.hidden_size + 5] = infinity;
       for (const std::string& name : accepting(c.problem)) {
