@@ -108,13 +108,10 @@ std::int64_t ref_max_scales(const OperandQuant& a, std::int64_t count) {
 
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes) {
-  // Static scales of whole tensors saturate; where a row's own values make scales, infinity does too.
-  const bool saturates = a.granularity == ScaleGranularity::kTensor;
-  const bool lost = std::any_of(
-      row, row + count, [&](float x) { return saturates ? std::isnan(x) : !std::isfinite(x); });
+  const bool nan = std::any_of(row, row + count, [](float x) { return std::isnan(x); });
   const RefOperand made = quantize_row(a, input_scale, row, count, scales, codes);
-  // No code is one of them, so it stays in a scale.
-  if (lost && made.scales != nullptr && !MOESAIC_FAULT(ref_experts_nan_is_a_number)) {
+  // No code is one, so it stays in a scale.
+  if (nan && made.scales != nullptr && !MOESAIC_FAULT(ref_experts_nan_is_a_number)) {
     scales[0] = std::numeric_limits<float>::quiet_NaN();
   }
   return made;

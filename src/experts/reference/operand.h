@@ -26,8 +26,7 @@ struct RefOperand {
 //   e4m3 per row                         max(amax / 448, 1 / (448 * 512))
 //   e4m3 static                          x * (1 / input_scale)
 //   int8 per row or group                amax / 127 (1 for zeros), nearest even
-// Plain formats are returned as they are. A row with NaN, and but for e4m3 static one with infinity,
-// gets the scale NaN.
+// Plain formats are returned as they are.
 // Source: docs/spec/quantization.md sections 2, 4 to 8.
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes);
