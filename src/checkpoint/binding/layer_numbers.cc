@@ -158,7 +158,8 @@ std::vector<std::int64_t> stored_experts(const ShardSet& shards, const MoeLayerS
   const std::string fixed = fmt::format("{}.{}", spec.prefix, module.substr(0, number));
   std::vector<std::int64_t> experts;
   for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
-    const std::string_view rest = std::string_view(tensor.info->name).substr(fixed.size());
+    std::string_view rest = tensor.info->name;
+    rest.remove_prefix(fixed.size());
     std::int64_t e = 0;
     const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), e);
     const bool plain = rest.substr(0, 1) != "0" || end == rest.data() + 1;

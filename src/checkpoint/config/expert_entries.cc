@@ -58,8 +58,7 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
       return can_match_experts(texts_of_glob(entry), experts, projections);
     if (quant.rule == NameRule::kParts) return true;
     if (!entry.starts_with("re:")) return entry == "Linear" || entry.starts_with(experts);
-    return can_match_experts(texts_of_regex(std::string_view(entry).substr(3)), experts,
-                             projections);
+    return can_match_experts(texts_of_regex(entry.substr(3)), experts, projections);
   };
   QuantConfig narrow;
   narrow.linear = quant.linear;
