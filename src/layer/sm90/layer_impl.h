@@ -128,9 +128,11 @@ struct CudaLayer::Impl {
   Status run_beside(void* stream, const Rows& rows, LayerWorkspace& w, const Out& out) const;
   // Gate, router and transform, then the routed experts with nothing else to w.routed.
   Status run_routed_part(void* stream, const Rows& rows, const LayerWorkspace& w) const;
-  // Slots of identity experts arrive as expert 0 with weight 0, which is not to be computed: an
-  // infinity there would reach the row.
-  Status drop_identity_slots(void* stream, const LayerWorkspace& w, CudaExpertsArgs& args) const;
+  // `ids` of `slots` slots without those of identity experts, which arrive as expert 0 with weight 0:
+  // it is not to be computed (an infinity there would reach the row), no row need travel for them,
+  // and they are no load.
+  Status drop_identity_slots(void* stream, const LayerWorkspace& w, std::int64_t slots,
+                             const std::int32_t*& ids) const;
   // Output of w.routed and, if `with_shared`, what shared_to_workspace made.
   Status finish_rows(void* stream, const Rows& rows, const LayerWorkspace& w, float* sum,
                      bool with_shared, const Out& out) const;

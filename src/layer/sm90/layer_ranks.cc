@@ -10,7 +10,6 @@
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
 #include "permute/sm90/combine.h"
-#include "prepare_finalize/sm90/rank_rows.h"
 #include "prepare_finalize/sm90/slot_sums.h"
 
 namespace moesaic::cuda {
@@ -225,14 +224,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
   MOESAIC_RETURN_IF_ERROR(capture_ids(stream, w.topk_ids, k, rows.tokens));
   const std::int32_t* ids = w.topk_ids;
-  if (plan.routing.num_zero_experts > 0) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them, and
-    // they are no load.
-    MOESAIC_RETURN_IF_ERROR(check_call(
-        "dispatch",
-        launch_drop_weightless(w.topk_ids, w.topk_weights, rows.tokens * k, w.sent_ids, stream)));
-    ids = w.sent_ids;
-  }
+  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, rows.tokens * k, ids));
   if (balance != nullptr) {
     MOESAIC_RETURN_IF_ERROR(balance->map(stream, ids, rows.tokens * k, w.sent_ids));
     ids = w.sent_ids;

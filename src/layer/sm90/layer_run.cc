@@ -269,7 +269,7 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
                      (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
       route(stream, rows, w, /*with_shared=*/false, plan.has_shared || measured ? nullptr : &args));
-  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, args));
+  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, rows.tokens * args.top_k, args.topk_ids));
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
     args.rows = CudaRows::bf16(w.latent);
@@ -300,13 +300,12 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
 }
 
 Status CudaLayer::Impl::drop_identity_slots(void* stream, const LayerWorkspace& w,
-                                            CudaExpertsArgs& args) const {
+                                            std::int64_t slots, const std::int32_t*& ids) const {
   if (plan.routing.num_zero_experts == 0 || MOESAIC_FAULT(cuda_layer_identity_slots_are_computed))
     return {};
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("routing", launch_drop_weightless(w.topk_ids, w.topk_weights,
-                                                   args.tokens * args.top_k, w.sent_ids, stream)));
-  args.topk_ids = w.sent_ids;
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      "routing", launch_drop_weightless(w.topk_ids, w.topk_weights, slots, w.sent_ids, stream)));
+  ids = w.sent_ids;
   return {};
 }
 
@@ -336,7 +335,7 @@ Status CudaLayer::Impl::run_routed_part(void* stream, const Rows& rows,
                                         const LayerWorkspace& w) const {
   CudaExpertsArgs args = routed_args(rows, w);
   MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, &args));
-  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, args));
+  MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, rows.tokens * args.top_k, args.topk_ids));
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
     args.rows = CudaRows::bf16(w.latent);
