@@ -433,11 +433,10 @@ TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
   // What is read beside the rows, and what is reported of them, lies apart from both.
   for (const auto& [field, memory] :
        {std::pair{"workspace", workspace.data()}, std::pair{"output", output.data}}) {
-    const auto overlaps = [&](const char* other, auto&& put) {
+    const auto overlaps = [&, name = std::string(field)](const char* other, auto&& put) {
       ModularKernel::Args wrong = args;
       put(wrong);
-      expect_refused(kernel.run(wrong), StatusCode::kAliasing,
-                     std::string(field) + " overlaps " + other);
+      expect_refused(kernel.run(wrong), StatusCode::kAliasing, name + " overlaps " + other);
     };
     overlaps("expert_map", [&, at = memory](auto& a) {
       a.expert_map = {reinterpret_cast<const std::int32_t*>(at),
