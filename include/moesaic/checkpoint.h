@@ -19,8 +19,9 @@
 namespace moesaic {
 
 enum class FileAccess : std::uint8_t {
-  kMmap,  // pages come and go with the system's cache
-  kCopy,  // explicit reads; safe when the file may change or shrink underneath
+  // Tensors are read by explicit calls either way: a file that shrinks meanwhile is kIo.
+  kMmap,  // also maps the files, so that their pages can be given back early
+  kCopy,  // takes no address space
 };
 
 // Which static activation scales a layer's experts get. Either way they are the same on every rank.
@@ -51,6 +52,7 @@ struct MoeLayerFormat {
 };
 
 // Called from time to time during a long load with the bytes done so far and the total.
+// Must not throw.
 using ProgressFn = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
 // A layer's weights, ready for a backend: small tensors loaded, experts streamed one at a time.

@@ -46,7 +46,10 @@ enum class RankReduction : std::uint8_t {
   // Each rank adds up its part, the parts are added in rank order: fewest bytes. Bit for bit one
   // rank's result where a row's experts are whole on one rank (top_k 1, say); else within
   // (k + R) * 2^-24 * sum |w * row| of it before the final rounding, R the number of ranks. On a
-  // GPU slices of experts are rounded to bf16 before that (2^-9 relative each).
+  // GPU slices of experts are rounded to bf16 before that (2^-9 relative each). Slices whose scheme
+  // has a scale per row of activations, or whose weights are quantised on loading, are quantised by
+  // themselves: they differ from one rank's result as both do from exact arithmetic, within the
+  // scheme's bound.
   kPerRank,
   // Every slot's row comes back by itself and is added in slot order, as on one rank: the bits are
   // those of one rank, wherever the experts are. Up to k times the bytes. Needs whole experts
@@ -165,7 +168,7 @@ struct RankOptions {
   // each rank, and may move between slots while the layer serves: by the layer (begin_rearrange,
   // which needs a communicator where there are several ranks), or by the caller (set_eplb_state).
   // Needs whole experts and linear placement. With kPerSlot no move changes a bit; with kPerRank a
-  // row's parts are added up in another order after one, and a row's place in a call decides which
+  // row's parts are added up in another order after one, and a row's place in a call (on a GPU: in its chunk of max_tokens) decides which
   // copy of an expert it goes to, all within that reduction's bound. The source given to create()
   // must yield all experts of the layer; it is not kept. On a GPU it needs a communicator, a captured
   // call goes by the maps of the day that it is replayed on, and calls of streams count when they run.
@@ -226,8 +229,8 @@ class FusedMoE {
     std::int64_t max_tokens = 512;
     int num_threads = 0;  // at most (see StageThreads); 0: one per core this process may use
     // Sizes and ranks. Without a communicator the output is this rank's partial sum, and the sum
-    // over all ranks is the single-rank result: rank 0 adds what must enter once, shared experts
-    // and the zero experts' share.
+    // over all ranks is the single-rank result (slices of experts: see kPerRank): rank 0 adds what
+    // must enter once, shared experts and the zero experts' share.
     ParallelConfig parallel;
     RankOptions ranks;
     LatentTransform transform;  // on a GPU its functions are on_device's
@@ -251,7 +254,7 @@ class FusedMoE {
     CustomRoutingFn custom_routing;  // RoutingMethod::kCustom, on the CPU
     LayerDeviceFunctions on_device;  // of a layer on a GPU; kUnsupported on the CPU
     // Called in every forward with the logical ids of up to max_tokens rows, as Trace reports them,
-    // whoever chose them. On the CPU; a GPU's is on_device.capture.
+    // whoever chose them. On the CPU; a GPU's is on_device.capture. It must not call the layer.
     RoutingCaptureFn capture;
     // How the layer's gate rounds its fp32 sums before the router sees them (a trace does too), as
     // GateLinear's options of these names say. Experts that fp32 logits keep apart may tie: another
@@ -493,7 +496,7 @@ class FusedMoE {
   // was. Between GPUs that write into each other's memory (RankEngine::kPeerWindows), and on one GPU,
   // the buffer is device memory, unless it would take more than a quarter of what is free: copies run
   // beside what is enqueued, the call that begins the last ones returns false, and the next one waits
-  // for them; ranks wait for each other in the first call and from that one on. max_transfers is the
+  // for them; ranks wait for each other in the first call and from that one on. max_transfers (below 1: 1) is the
   // same on all ranks; kInvalidArgument, on all, where it is not in the first call.
   Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 

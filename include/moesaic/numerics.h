@@ -10,6 +10,9 @@
 // int8 at 7168 columns, 5e-2 for e4m3); an outlier, a saturated or a lost value enters through e.
 // It assumes that the weights' columns are of similar size: where those of an outlier's channel are
 // ten times smaller than the others, the error relative to the output may be ten times larger.
+// Where gate and up lie beyond the activation's limits the rest of the columns carries all of the
+// error: with a share s of such columns 1.6^2 becomes 1.6^2 / (1 - 2 s), f^2 at most 1.9 e. Entries of
+// nf4's table in BF16 add their rounding, and their mean times the row's.
 // Source: docs/accuracy.md, section "When a bound holds".
 #pragma once
 
@@ -67,14 +70,19 @@ double output_bound(const Scheme& scheme, std::int64_t intermediate_size);
 
 // What a router weight that is rounded to the rows' dtype before it multiplies them
 // (apply_router_weight_on_input) may add to it, in quadrature: an error of all of the row, half a
-// unit in the last place of the weight at most. 0 where rows are F32.
+// unit in the last place of the weight at most, and as much of products that all round alike. 0
+// where rows are F32.
 double weight_on_input_bound(DType rows);
+
+// Scheme::output_bound is that of an output in F32 (BF16, F16 from 6e-3, 1e-3 on, which contain it).
+// With the rounding to `output` in quadrature, half a unit in the last place, for smaller ones.
+double with_output_rounding(double bound, DType output);
 
 // A bound of the relative L2 error made for one call from what its rows show.
 //   bound       Scheme::output_bound of the layer (weights that were converted included)
 //   activation  activation_bound of it
-// The documented one while the estimate is within it, else the estimate with a margin of half, and
-// the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
+// The documented one while the estimate is within it (of fewer than 16 rows, which scatter, 1.3 times
+// the estimate), else the estimate with a margin of half, and the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
 // there is none: infinity.
 double computed_bound(double bound, double activation, const NumericsSummary& summary);
 inline constexpr double kLargestUsefulBound = 0.5;

@@ -102,8 +102,8 @@ class Router {
   // Non-finite input: NaN and infinite scores count as 0 (sqrtsoftplus: NaN only), so a NaN row
   // gives ids 0..k-1 and weights 0. Grouped: non-finite logits are not candidates, and a row that
   // cannot fill topk_group groups gives ids 0..k-1 with weight 1/k each, unscaled. Methods that
-  // select on raw logits (topk_softmax, llama4, sparse_mixer): NaN loses against every number and
-  // weighs 0.
+  // select on raw logits (topk_softmax, llama4, sparse_mixer): NaN loses against every number
+  // (of equal rank to -infinity but for sparse_mixer, where it loses) and weighs 0.
   // Renormalisation: divides by the sum of the selected scores, by max(sum, renorm_floor) when that
   // is set, by 1 when the sum is not positive (grouped: by 1e-20 + sum). renorm_epsilon is part of
   // the sum. Groups are ranked by their best candidate; with a correction bias or group_by_best_two

@@ -51,7 +51,10 @@ Result<ExpertOwnership> update_expert_map(std::int64_t num_experts, const Parall
   }
   o.config.ep_size = new_ep_size;
   o.config.ep_rank = new_ep_rank;
-  if (config.sp_size > 1) o.config.sp_size = o.config.validate().ok() ? o.config.sp_size : 1;
+  // Ranks whose rows are parts of a sequence keep such rows: all of a new engine's.
+  const bool divides = new_ep_size > 0 && o.config.dp_size > 0 && o.config.pcp_size > 0 &&
+                       o.config.flat_size() % (o.config.dp_size * o.config.pcp_size) == 0;
+  if (config.sp_size > 1 && divides) o.config.sp_size = o.config.engine_tp_size();
   MOESAIC_RETURN_IF_ERROR(o.config.validate());
   // Ranks of one dp rank are neighbours.
   o.config.dp_rank = o.config.flat_rank() / (o.config.flat_size() / o.config.dp_size);

@@ -199,6 +199,14 @@ bool is_padding(const FusedMoE::Args& args, std::int64_t t) {
   return args.padding_mask.present() && args.padding_mask.as<std::uint8_t>()[t] != 0;
 }
 
+void forget_padding(const FusedMoE::Args& args) {
+  const std::span<RowNumerics> numerics = args.trace.numerics;
+  for (std::size_t t = 0; t < numerics.size(); ++t) {
+    if (is_padding(args, static_cast<std::int64_t>(t)) && !MOESAIC_FAULT(layer_padding_is_measured))
+      numerics[t] = {};
+  }
+}
+
 Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& a) {
   const std::int64_t rows = a.hidden_states.dim(0), k = plan.routing.top_k;
   const bool given = a.topk_ids.present() && !MOESAIC_FAULT(layer_given_ids_unchecked);

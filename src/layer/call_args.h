@@ -27,6 +27,8 @@ Status check_shared_output(const FusedPlan& plan, const FusedMoE::Args& args, De
 std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i);
 // Whether row t counts as padding.
 bool is_padding(const FusedMoE::Args& args, std::int64_t t);
+// Nothing is added into rows of padding, whatever a shared expert made of them.
+void forget_padding(const FusedMoE::Args& args);
 
 // Rows [first, first + count) of a call, all its tensors.
 FusedMoE::Args rows_of_call(const FusedMoE::Args& args, std::int64_t first, std::int64_t count);

@@ -51,7 +51,10 @@ std::span<const std::int32_t> ExpertBalancer::local_experts() const {
   return local_part(maps_.physical_to_logical);
 }
 
-void ExpertBalancer::begin_step() { std::fill(step_load_.begin(), step_load_.end(), 0); }
+void ExpertBalancer::begin_step() {
+  std::fill(step_load_.begin(), step_load_.end(), 0);
+  step_slots_ = 0;
+}
 
 Status ExpertBalancer::map_ids(std::int32_t* ids, std::int64_t tokens, std::int64_t k) {
   EplbState state;
@@ -63,7 +66,9 @@ Status ExpertBalancer::map_ids(std::int32_t* ids, std::int64_t tokens, std::int6
   if (MOESAIC_FAULT(layer_load_counts_padding)) {
     for (std::int64_t i = 0; i < tokens * k; ++i) step_load_[0] += ids[i] < 0 ? 1 : 0;
   }
-  router::map_logical_to_physical(state, shape_.num_logical, tokens, k, nullptr, ids);
+  const std::int64_t first = MOESAIC_FAULT(layer_replicas_by_chunk) ? 0 : step_slots_;
+  router::map_logical_to_physical(state, shape_.num_logical, tokens, k, nullptr, ids, first);
+  step_slots_ += tokens * k;
   return {};
 }
 
@@ -133,8 +138,10 @@ Result<std::vector<double>> ExpertBalancer::load(Communicator* world, int replic
     MOESAIC_RETURN_IF_ERROR(world->exchange("load", send, receive));
     std::vector<double> sum(mine.size(), 0.0);
     for (const std::vector<double>& v : all) {
-      for (std::size_t e = 0; e < sum.size(); ++e) sum[e] += v[e] / replicas;
+      for (std::size_t e = 0; e < sum.size(); ++e) sum[e] += v[e];
     }
+    // Whole numbers: ranks with the same rows have counted each of them.
+    for (double& total : sum) total /= replicas;
     return sum;
   } catch (const std::bad_alloc&) {
     const Status none(StatusCode::kOutOfMemory, "cannot allocate the loads of all ranks");

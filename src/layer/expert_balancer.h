@@ -41,7 +41,8 @@ class ExpertBalancer {
   // A step of the layer on the host's tensors: begin, map every chunk of rows, end. What a call that
   // failed has counted is forgotten (with a `memory` it is not, and the layer takes no more calls).
   void begin_step();
-  // ids [tokens, k]: logical to physical, in place; counts the load. -1 stays and counts nowhere.
+  // ids [tokens, k] of the step's next rows: logical to physical, in place; counts the load. -1 stays
+  // and counts nowhere.
   Status map_ids(std::int32_t* ids, std::int64_t tokens, std::int64_t k);
   Status end_step();
   Status set_recording(bool record);
@@ -119,6 +120,7 @@ class ExpertBalancer {
   ExpertMaps maps_;
   bool record_ = true;
   std::vector<std::int32_t> step_load_;  // [P]
+  std::int64_t step_slots_ = 0;          // mapped since begin_step
   std::span<std::int32_t> load_view_;    // [P], the caller's, or empty
   std::unique_ptr<LoadWindow> window_;
   std::unique_ptr<Flight> flight_;

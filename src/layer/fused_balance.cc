@@ -62,8 +62,8 @@ Status FusedMoE::set_eplb_state(const EplbState& state,
                   "{} {} {}", fmt::join(maps->logical_to_physical, ","),
                   fmt::join(maps->replica_count, ","), fmt::join(maps->physical_to_logical, ",")))
             : 0;
-    MOESAIC_RETURN_IF_ERROR(
-        layer::agree(*impl_->mesh->world(), "eplb", maps.ok() ? Status() : maps.status(), value));
+    MOESAIC_RETURN_IF_ERROR(layer::agree(
+        *impl_->mesh->world(), "eplb", maps.ok() ? Status() : maps.status(), value, "other maps"));
   }
   if (!maps.ok()) return maps.status();
   return balancer.set_state(std::move(maps).value(), state);
@@ -94,7 +94,8 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   }
   Status agreed =
       layer::agree(*impl_->mesh->world(), "rearrange", begun,
-                   layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)));
+                   layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)),
+                   "another placement wanted, or other weights,");
   if (!agreed.ok()) {
     if (!was_in_flight) balancer.drop();
     return agreed;

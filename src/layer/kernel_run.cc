@@ -153,8 +153,12 @@ struct ModularKernel::Call::State {
   ~State() {
     rows = nullptr;  // while the workspace is still this call's
     results = nullptr;
+    give_slot();
+  }
+  void give_slot() {
+    if (slot < 0) return;
     const std::lock_guard<std::mutex> lock(kernel.mutex);
-    kernel.give_slot(slot);
+    kernel.give_slot(std::exchange(slot, -1));
   }
 
   Status start() {
@@ -213,7 +217,9 @@ Status ModularKernel::Call::finish() {
   if (s.rows) MOESAIC_RETURN_IF_ERROR(run_experts());
   if (!s.failure.ok()) return s.failure;
   if (!s.results) return {StatusCode::kInvalidArgument, "finish: got a second one of this call"};
-  return s.failure = std::exchange(s.results, nullptr)->receive();
+  s.failure = std::exchange(s.results, nullptr)->receive();
+  if (!MOESAIC_FAULT(kernel_finished_calls_stay)) s.give_slot();
+  return s.failure;
 }
 
 ModularKernel::Call::Call(std::unique_ptr<State> state) : state_(std::move(state)) {}

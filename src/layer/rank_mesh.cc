@@ -66,7 +66,8 @@ Result<std::unique_ptr<PrepareAndFinalize>> RankMesh::make_prepare_finalize(
   return make_local_prepare_finalize(problem);
 }
 
-Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value) {
+Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value,
+             std::string_view differs) {
   const auto all = world.control().all_gather(what, mine.ok() ? value : kRefused);
   MOESAIC_RETURN_IF_ERROR(mine);
   if (!all.ok()) return all.status();
@@ -78,8 +79,7 @@ Status agree(Communicator& world, std::string_view what, const Status& mine, std
     }
     if (theirs != value) {
       return {StatusCode::kInvalidArgument,
-              fmt::format("{}: rank {} has other options or another layer than rank {}", what, r,
-                          world.rank())};
+              fmt::format("{}: rank {} has {} than rank {}", what, r, differs, world.rank())};
     }
   }
   return {};

@@ -15,7 +15,8 @@ namespace moesaic::layer {
 
 // Whether `mine` is ok on all ranks and `value` (>= 0) the same. Otherwise every rank fails: with
 // its own reason, or with kInvalidArgument that names a rank.
-Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value);
+Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value,
+             std::string_view differs = "other options or another layer");
 // A value for agree().
 std::int64_t fingerprint_of(std::string_view text);
 

@@ -89,6 +89,8 @@ Status check_weights(std::span<const double> weights) {
     return invalid(
         fmt::format("load: got {} for expert {}, need a finite number >= 0", weights[i], i));
   }
+  const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+  if (!std::isfinite(sum)) return invalid("load: got loads whose sum is infinite");
   return {};
 }
 

@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <new>
+#include <numeric>
 
 #include "core/fault.h"
 #include "core/refusal.h"
@@ -198,6 +200,9 @@ Result<std::vector<double>> rank_loads(std::span<const double> load,
     for (std::size_t s = 0; s < physical_to_logical.size(); ++s) {
       const auto e = at(physical_to_logical[s]);
       loads[s / per_rank] += load[e] / replicas[e];
+    }
+    if (!std::isfinite(std::accumulate(loads.begin(), loads.end(), 0.0))) {
+      return invalid("load: got loads that are not finite, or whose sum is not");
     }
     return loads;
   } catch (const std::bad_alloc&) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 #include "core/fault.h"
 #include "moesaic/numerics.h"
@@ -17,6 +18,9 @@ constexpr double kInt8Growth = 0.173;
 // An estimate above its scheme's bound was made for rows unlike those that the gains of numerics.h
 // were checked with.
 constexpr double kEstimateMargin = 1.5;
+// Single rows scatter around the estimate by up to this factor; that of this many is theirs.
+constexpr double kScatter = 1.3;
+constexpr std::int64_t kManyRows = 16;
 
 }  // namespace
 
@@ -91,14 +95,24 @@ double output_bound(const Scheme& scheme, std::int64_t intermediate_size) {
 
 double weight_on_input_bound(DType rows) {
   if (rows == DType::kF32 || MOESAIC_FAULT(numerics_rounded_router_weights_are_free)) return 0.0;
-  // Gate and up move together: 2.3, as in the estimate.
-  return 2.3 * (rows == DType::kF16 ? 0x1p-11 : 0x1p-8);
+  // Gate and up move together: 2.3, as in the estimate. The weight and the products with it.
+  return 2.3 * std::numbers::sqrt2 * (rows == DType::kF16 ? 0x1p-11 : 0x1p-8);
+}
+
+double with_output_rounding(double bound, DType output) {
+  const bool f16 = output == DType::kF16;
+  // Bounds of arithmetic with operands of the dtype contain it.
+  if (output == DType::kF32 || bound >= (f16 ? 1e-3 : 6e-3)) return bound;
+  return std::hypot(bound, f16 ? 0x1p-11 : 0x1p-8);
 }
 
 double computed_bound(double bound, double activation, const NumericsSummary& summary) {
   const double estimate = summary.error_estimate();
   if (summary.not_finite > 0) return std::numeric_limits<double>::infinity();
-  if (estimate <= activation || MOESAIC_FAULT(numerics_bound_is_always_the_stated_one))
+  const bool few =
+      summary.rows > 0 && summary.rows < kManyRows && !MOESAIC_FAULT(numerics_few_rows_are_many);
+  if (estimate * (few ? kScatter : 1.0) <= activation ||
+      MOESAIC_FAULT(numerics_bound_is_always_the_stated_one))
     return bound;
   const double weights = std::max(bound * bound - activation * activation, 0.0);
   const double wider = std::sqrt(weights + std::pow(kEstimateMargin * estimate, 2));

@@ -48,7 +48,8 @@ Status check_eplb_state(const EplbState& state, std::int64_t num_experts) {
 
 void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
                              std::int64_t num_tokens, std::int64_t slots,
-                             const std::uint8_t* padding, std::int32_t* ids) {
+                             const std::uint8_t* padding, std::int32_t* ids,
+                             std::int64_t first_position) {
   const std::int64_t shift = MOESAIC_FAULT(router_eplb_replica_off_by_one) ? 1 : 0;
   const bool count_padding = MOESAIC_FAULT(router_eplb_count_padding);
   for (std::int64_t t = 0; t < num_tokens; ++t) {
@@ -61,8 +62,8 @@ void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
         continue;
       }
       // Round robin over the flattened position: the same on every rank, and stateless.
-      const std::int64_t replica =
-          (position + shift) % state.replica_count[static_cast<std::size_t>(logical)];
+      const std::int64_t replica = (first_position + position + shift) %
+                                   state.replica_count[static_cast<std::size_t>(logical)];
       const std::int32_t physical = state.logical_to_physical[static_cast<std::size_t>(
           logical * state.max_replicas + replica)];
       ids[position] = physical;

@@ -14,12 +14,13 @@ namespace moesaic::router {
 // a physical expert below load.size().
 Status check_eplb_state(const EplbState& state, std::int64_t num_experts);
 
-// ids [num_tokens, slots] in place: position p = t * slots + j of logical expert e gets replica
+// ids [num_tokens, slots] in place: position p = first_position + t * slots + j of logical expert e gets replica
 // p mod replica_count[e]; an id outside [0, E) becomes -1. With record, load[physical] += 1 for
 // every valid slot of a token that is not padding (`padding` may be null: none is).
 // The state has passed check_eplb_state.
 void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
                              std::int64_t num_tokens, std::int64_t slots,
-                             const std::uint8_t* padding, std::int32_t* ids);
+                             const std::uint8_t* padding, std::int32_t* ids,
+                             std::int64_t first_position = 0);
 
 }  // namespace moesaic::router

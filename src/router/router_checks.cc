@@ -103,6 +103,7 @@ Status check_hash_table(const ConstTensorView& table, const RoutingSpec& r) {
   }
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hash_table", table, DType::kI32));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("hash_table", table));
+  MOESAIC_RETURN_IF_ERROR(expect_device("hash_table", table, Device::cpu()));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t n, table.shape.num_elements());
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int32_t id = table.as<std::int32_t>()[i];

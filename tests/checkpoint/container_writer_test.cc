@@ -97,6 +97,9 @@ TEST(Writer, RefusesBadArgumentsAndLeavesNothing) {
                      {"\"w\"", "twice"}),
             "");
   EXPECT_EQ(mismatch(refused({{"__metadata__", ok}}), argument, {"reserved"}), "");
+  ConstTensorView of_gpu = ok;
+  of_gpu.device = Device::cuda(0);
+  EXPECT_EQ(mismatch(refused({{"w", of_gpu}}), argument, {"w", "cuda:0", "cpu"}), "");
   EXPECT_EQ(mismatch(refused({{"a\xff", ok}}), argument, {"UTF-8"}), "");
   EXPECT_EQ(mismatch(refused({{std::string("a\0b", 3), ok}}), argument, {"NUL"}), "");
   EXPECT_EQ(mismatch(refused({{"n", {nullptr, DType::kU8, {4}}}}), argument, {"\"n\"", "no data"}),

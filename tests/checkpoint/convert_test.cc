@@ -258,6 +258,21 @@ TEST_F(ConvertTest, AxesThatCannotBeCopied) {
                  StatusCode::kUnsupported, {"visual.patch", "got rank 6", "at most 5"});
 }
 
+// The golden file is the original's: what both steps did to the weights is between them.
+TEST_F(ConvertTest, AConvertedModelsErrorsAddUp) {
+  ConvertOptions options;
+  options.scheme = "mxfp4";
+  ASSERT_TRUE(convert_checkpoint(model("mini-deepseek-v3"), path("one"), options).ok());
+  const int layer = Checkpoint::open(path("one"))->layers()[0].layer;
+  const double first = converted_weight_error(path("one"), layer)->value();
+  options.scheme = "fp8-block";
+  const ConvertReport second = convert_checkpoint(path("one"), path("two"), options).value();
+  const double step = second.layers[0].rel_l2_weights;
+  EXPECT_GT(first, 0.1);
+  EXPECT_LT(step, 0.03);
+  EXPECT_DOUBLE_EQ(converted_weight_error(path("two"), layer)->value(), std::hypot(first, step));
+}
+
 TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
   ConvertOptions options;
   options.scheme = "mxfp8";
@@ -265,6 +280,10 @@ TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
   options.should_stop = [&] { return ++asked > 10; };
   expect_refusal(convert_checkpoint(model("mini-qwen3-moe"), path("out"), options).status(),
                  StatusCode::kIo, {"interrupted"});
+  EXPECT_TRUE(fs::is_empty(root_));
+  options.should_stop = []() -> bool { throw 1; };
+  expect_refusal(convert_checkpoint(model("mini-qwen3-moe"), path("out"), options).status(),
+                 StatusCode::kInvalidArgument, {"should_stop", "exception"});
   EXPECT_TRUE(fs::is_empty(root_));
   options.should_stop = nullptr;
   std::int64_t last = 0, total = 0;

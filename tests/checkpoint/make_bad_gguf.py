@@ -132,6 +132,8 @@ def models(c):
     for name, value, found in (("no_expert_count", ..., "missing"), ("zero_expert_count", 0, "got 0")):
         meta(name, {"expert_count": value}, CORRUPT, ['"qwen3moe.expert_count": ' + found, "1 to 16384", "blk.1.ffn_gate_exps"])
     c.gguf("meta_dense", gguf_file(metadata("qwen3moe", **dict(sizes, expert_count=0)), {"blk.0.ffn_up.weight": Tensor("BF16", [8, 16], bytes(256))}), "ok")
+    single = {"blk.1.ffn_up.0.weight": Tensor("BF16", [8, 16], bytes(256))}
+    c.gguf("meta_dense_with_an_expert", gguf_file(metadata("qwen3moe", **dict(sizes, expert_count=0)), single), CORRUPT, ["expert_count", "got 0", "blk.1.ffn_up.0"])
     meta("too_many_experts", {"expert_count": 1 << 20}, ARGUMENT, ["expert_count", "1048576"])
     meta("too_many_layers", {"block_count": 1 << 20}, ARGUMENT, ["block_count", "1048576"])
     meta("hidden_huge", {"embedding_length": 2**32 - 1}, LIMIT, ["embedding_length"])
@@ -180,10 +182,20 @@ def models(c):
         for leaf, shape in (("gate", [8, 16]), ("up", [8, 16]), ("down", [16, 8])):
             t.pop(p + "ffn_%s_exps.weight" % leaf)
             t.update({p + "ffn_%s.%d.weight" % (leaf, e): bf16(shape) for e in range(4)})
-    layer("single_experts", single, UNSUPPORTED, [p + "ffn_down.0.weight", "tensors of their own", "converted anew"])
+    layer("single_experts", single, "ok", [])
+    def other(t, leaf, *tensor):  # of one of them
+        single(t)
+        t.update({p + leaf: tensor if tensor else None})
+        if not tensor:
+            t.pop(p + leaf)
+    layer("single_missing", lambda t: other(t, "ffn_up.2.weight"), MISSING, [p + "ffn_up.2.weight", "1 of 4 experts are incomplete"])
+    layer("single_shape", lambda t: other(t, "ffn_down.3.weight", "BF16", [8, 16], bytes(256)), SHAPE, ["ffn_down.3", "[8, 16]", "[16, 8]"])
+    layer("single_type", lambda t: other(t, "ffn_up.1.weight", "Q8_0", [8, 32], bytes(8 * 34)), DTYPE, ["ffn_up.1", "Q8_0"])
+    layer("single_too_many", lambda t: other(t, "ffn_up.4.weight", "BF16", [8, 16], bytes(256)), CORRUPT, ["ffn_up.4"])
+    layer("single_bias", lambda t: other(t, "ffn_up.1.bias", "F32", [8], bytes(32)), UNSUPPORTED, ["not recognised", "ffn_up.1.bias"])
     layer("no_router", pop("ffn_gate_inp.weight"), MISSING, [p + "ffn_gate_inp.weight"])
     layer("no_experts", lambda t: [t.pop(p + "ffn_%s_exps.weight" % x) for x in ("gate", "up", "down")], MISSING, ["3 of 4"])
-    layer("old_names", lambda t: t.update({p + "ffn_up.0.weight": t.pop(p + "ffn_up_exps.weight")}), MISSING, [p + "ffn_up_exps.weight"])
+    layer("old_names", lambda t: t.update({p + "ffn_up.0.weight": t.pop(p + "ffn_up_exps.weight")}), AMBIGUOUS, ["stored twice", "ffn_gate_exps", "ffn_gate.{e}"])
     layer("extra_bias", put("ffn_up_exps.bias", bf16([4, 8])), UNSUPPORTED, ["not recognised", "ffn_up_exps.bias"])
     layer("extra_shared", put("ffn_up_shexp.weight", bf16([8, 16])), UNSUPPORTED, ["not recognised", "ffn_up_shexp"])
     layer("extra_selection_bias", put("exp_probs_b.bias", bf16([4])), UNSUPPORTED, ["not recognised", "exp_probs_b"])

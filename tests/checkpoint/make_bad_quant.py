@@ -381,6 +381,9 @@ def layers(c):
     for label, raw in (("nan", NAN), ("inf", INF), ("zero", bytes(4)), ("negative", struct.pack("<f", -2))):
         opt("global_" + label, poke(".weight_scale_2", 0, raw), CORRUPT, [UP + ".weight_scale_2", "global scale"])
         opt("input_" + label, poke(".input_scale", 0, raw), CORRUPT, [UP + ".input_scale", "input scale"])
+    nv = ct("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16, "dynamic": False})
+    layer("ct_nvfp4_global_tiny", nv, lambda rng, n, x: q.nvfp4(rng, n, x, static=False), poke(".weight_global_scale", 0, struct.pack("<f", 1e-40)), CORRUPT,
+          [UP + ".weight_global_scale", "reciprocal is finite"])
     opt("global_per_row", replace(".weight_scale_2", "F32", [64]), SHAPE, [UP + ".weight_scale_2", "[64]"])
     mx = lambda name, spoil, code, keys, **k: layer("mxfp4l_" + name, ct("mxfp4-pack-quantized", dict(ints(4, 32), type="float")), lambda rng, n, x: q.mxfp4(rng, n, x),
                                                     spoil, code, keys, **k)

@@ -153,8 +153,8 @@ class Cases:
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
                      shared, None, output, inputs)
 
-    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False, scheme="", together=False):
-        """kinds: of gate, up and down. together: gate above up in one tensor. outer: a second level of scales beside the blocks, and scales of activations, as the
+    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False, scheme="", together=False, single=False):
+        """kinds: of gate, up and down. together: gate above up in one tensor. single: every expert by itself, as in the first files with experts. outer: a second level of scales beside the blocks, and scales of activations, as the
         converter writes them for NVFP4; or of one of the three alone."""
         rng = random.Random(name)
         router = matrix(rng, "BF16", EXPERTS, h)
@@ -174,6 +174,11 @@ class Cases:
             of_one = len(gate) // EXPERTS
             both = b"".join(x[e * of_one:(e + 1) * of_one] for e in range(EXPERTS) for x in (gate, up))
             tensors["blk.0.ffn_gate_up_exps.weight"] = (kinds[0], [EXPERTS, 2 * i, h], both)
+        if single:
+            for leaf in ("gate", "up", "down"):
+                kind, (_, n, k), raw = tensors.pop("blk.0.ffn_%s_exps.weight" % leaf)
+                of_one = len(raw) // EXPERTS
+                tensors.update({"blk.0.ffn_%s.%d.weight" % (leaf, e): (kind, [n, k], raw[e * of_one:(e + 1) * of_one]) for e in range(EXPERTS)})
         keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
         beside, arch = None, "qwen3moe"
         if shared:
@@ -457,6 +462,8 @@ def gguf(c):
     c.add_gguf("gguf_q4_k", ("Q4_K",) * 3, i=256)
     c.add_gguf("gguf_q4_0_together", ("Q4_0",) * 3, h=64, i=64, tp=(2,), together=True)
     c.add_gguf("gguf_q4_k_m_together", ("Q4_K", "Q4_K", "Q6_K"), i=256, together=True)
+    c.add_gguf("gguf_q8_0_single", ("Q8_0",) * 3, h=64, i=64, tp=(2,), single=True, shared="Q8_0")
+    c.add_gguf("gguf_q4_k_m_single", ("Q4_K", "Q4_K", "Q6_K"), i=256, single=True)
     c.add_gguf("gguf_q6_k", ("Q6_K",) * 3, i=256)
     c.add_gguf("gguf_q6_k_outer", ("Q6_K",) * 3, i=256, outer=True)
     c.add_gguf("gguf_q4_k_m", ("Q4_K", "Q4_K", "Q6_K"), i=256, shared="Q6_K")

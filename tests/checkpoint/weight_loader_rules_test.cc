@@ -18,6 +18,7 @@
 // PushedFormats and PushedTensorsGiveTheBitsOfTheFile are in weight_loader_test.cc.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -28,6 +29,7 @@
 #include "checkpoint/container_support.h"
 #include "checkpoint/pushing.h"
 #include "checkpoint/small_layer.h"
+#include "moesaic/convert.h"
 #include "moesaic/weight_loader.h"
 
 namespace moesaic::test {
@@ -305,6 +307,32 @@ TEST(WeightLoaderRules, RouterAndSharedExpertsMayBeTheCallers) {
   EXPECT_EQ(got.spec.num_experts, kExperts);
 }
 
+// Where the first tensors do not tell how the experts are stored.
+TEST(WeightLoaderRules, ARouterMayComeBeforeExpertsThatAreAskedForAlone) {
+  const TempDir folder;
+  const std::string path = folder.path("mxfp4");
+  ConvertOptions convert;
+  convert.scheme = "mxfp4";
+  ASSERT_TRUE(convert_checkpoint(std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-gpt-oss",
+                                 path, convert)
+                  .ok());
+  const Checkpoint checkpoint = Checkpoint::open(path).value();
+  const int layer = checkpoint.layers()[0].layer;
+  WeightLoader::Options options;
+  options.experts_only = true;
+  WeightLoader loader = loader_for(path, layer, options).value();
+  const std::vector<std::string> missing = loader.missing().value();
+  EXPECT_EQ(std::ranges::count_if(missing, [](const auto& n) { return n.ends_with("_blocks"); }),
+            2);
+  const std::vector<StoredTensor> all = read_all_tensors(path);
+  const auto of_router = [](const std::string& name) { return name.find("router") != name.npos; };
+  ASSERT_TRUE(push(loader, all, 1, of_router).ok());
+  ASSERT_TRUE(push(loader, all, 2, [&](const auto& name) { return !of_router(name); }).ok());
+  const Result<MoeLayerWeights> got = loader.finish();
+  ASSERT_TRUE(got.ok()) << got.status().to_string();
+  EXPECT_FALSE(got->tensors.gate_weight.present());
+}
+
 // Widths that no rank's slice of the shared expert can have are refused when all is there, as of a
 // file.
 TEST(WeightLoaderRules, ASharedExpertThatCannotBeCutIsNamed) {
@@ -338,6 +366,9 @@ TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
   };
   using enum StatusCode;
   ExpertNames names;
+  MoeLayerSpec biased = spec;
+  biased.has_expert_bias = true;
+  refuse(biased, names, "", {"has_expert_bias", "one by one"}, kUnsupported);
   names.up.clear();
   refuse(spec, names, "", {"names.up", "a module"}, kInvalidArgument);
   names = {};

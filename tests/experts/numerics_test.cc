@@ -1,5 +1,6 @@
 // What rounding does to rows (moesaic/numerics.h): measured alike by every backend, without a
 // change to the result, and true: where nothing is reported the error is within the bound.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,7 +29,9 @@ OperandQuant activation_of(std::string_view quant) { return scheme_called(quant)
 
 experts::RowError measure(std::string_view quant, std::vector<float> row, float input_scale = 1.0F,
                           DType dtype = DType::kF32) {
-  experts::RowErrorMeter meter(activation_of(quant), dtype);
+  MoeProblem problem = test::small_problem("bf16");
+  problem.quant.activation = activation_of(quant);
+  experts::RowErrorMeter meter(problem, dtype);
   return meter.measure(row.data(), static_cast<std::int64_t>(row.size()), input_scale);
 }
 
@@ -101,6 +104,11 @@ TEST(Numerics, BoundsOfOneCall) {
   s.noise = 0.1 * 0.1;
   EXPECT_NEAR(computed_bound(0.06, 0.06, s), 0.15, 1e-12);
   EXPECT_NEAR(computed_bound(0.10, 0.06, s), std::hypot(0.08, 0.15), 1e-12) << "weights' part";
+  s.noise = 0.05 * 0.05;
+  s.rows = 16;
+  EXPECT_EQ(computed_bound(0.06, 0.06, s), 0.06);
+  s.rows = 15;
+  EXPECT_NEAR(computed_bound(0.06, 0.06, s), 0.075, 1e-12) << "single rows scatter";
   s.not_finite = 1;
   EXPECT_TRUE(std::isinf(computed_bound(0.06, 0.06, s)));
   s.not_finite = 0;
@@ -223,6 +231,112 @@ TEST_P(NumericsScheme, EveryBackendSaysTheSameAndNothingWrongIsUnsaid) {
           << "outside the stated bound without a word: " << off.rel_l2;
     }
   }
+}
+
+void change_all(Tensor& x, float times, float plus) {
+  for (std::int64_t i = 0; i < x.shape()[0] * x.shape()[1]; ++i) {
+    store_from_f32(x.data(), x.dtype(), i, load_as_f32(x.data(), x.dtype(), i) * times + plus);
+  }
+}
+
+// The error is within the bound in force, for rows whose kind is in the name. Returns their summary.
+NumericsSummary expect_bounded(const char* backend, const StandardCase& c, double stated) {
+  const MoeProblem& p = c.problem;
+  const Measured m = run_measured(*make_backend(backend, c), c);
+  const NumericsSummary got = summarize(m.rows);
+  const double activation = activation_bound(p.quant.activation, p.intermediate_size);
+  const auto off = compare(to_doubles(m.output.view()), c.oracle(false));
+  const double in_force = computed_bound(stated, activation, got);
+  EXPECT_LE(off.rel_l2, in_force) << backend << ", estimate " << got.error_estimate()
+                                  << ", outside " << got.outside;
+  return got;
+}
+
+constexpr const char* kBackends[] = {"cpu_reference", "cpu_baseline"};
+
+// Far beyond an activation's limits only the few columns that are not clamped move, and an error of
+// the rows is a larger part of what is left.
+TEST(Numerics, RowsBeyondTheLimitsOfTheActivationAreSaid) {
+  ActivationParams limited;
+  limited.limit = 10.0F;
+  const ActivationSpec kinds[] = {make_activation("swigluoai").value(),
+                                  make_activation("silu", limited).value(),
+                                  make_activation("swiglustep").value()};
+  for (const ActivationSpec& activation : kinds) {
+    for (const char* quant : {"fp8-channel", "fp8-block", "mxfp8", "bf16", "int8"}) {
+      MoeProblem problem = small_problem(quant);
+      problem.hidden_size = 256, problem.intermediate_size = 256;
+      problem.activation = activation;
+      for (const float times : {1.0F, 30.0F, 1000.0F}) {
+        SCOPED_TRACE(fmt::format("{} {} x{}", activation_name(activation.kind), quant, times));
+        StandardCase c = make_case(5, problem, 40, DType::kF32);
+        change_all(c.hidden_states, times, 0.0F);
+        for (const char* backend : kBackends) {
+          const NumericsSummary got = expect_bounded(backend, c, output_bound(problem.quant, 256));
+          if (times == 1.0F) {
+            EXPECT_EQ(got.outside, 0) << backend;
+          } else if (times == 1000.0F) {
+            EXPECT_GT(got.beyond_bound, 0) << backend;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Numerics, RowsThatAreLostHaveNoBound) {
+  for (const char* quant : {"fp8-channel", "fp8-block"}) {
+    StandardCase c = make_case(6, small_problem(quant), 20, DType::kF32);
+    change_all(c.hidden_states, 1e-20F, 0.0F);
+    for (const char* backend : kBackends) {
+      const NumericsSummary got = summarize(run_measured(*make_backend(backend, c), c).rows);
+      EXPECT_EQ(got.flushed, 20) << backend;
+      EXPECT_TRUE(std::isinf(computed_bound(6e-2, 6e-2, got))) << backend << ' ' << quant;
+    }
+  }
+}
+
+// Entries of the table are rounded to BF16, some one way: their mean adds up over a row's.
+TEST(Numerics, RoundedTablesAndRowsWithAMean) {
+  for (const float mean : {0.0F, 1.0F, 3.0F}) {
+    MoeProblem problem = small_problem("nf4-bf16");
+    problem.hidden_size = 1024, problem.intermediate_size = 256;
+    StandardCase c = make_case(7, problem, 20, DType::kBF16);
+    change_all(c.hidden_states, 1.0F, mean);
+    for (const char* backend : kBackends) {
+      SCOPED_TRACE(fmt::format("mean {}", mean));
+      const NumericsSummary got = expect_bounded(backend, c, 6e-3);
+      EXPECT_TRUE(mean > 0.0F || got.error_estimate() <= 6e-3) << "normal rows are within";
+    }
+  }
+}
+
+// The weight, and its products with the row, are rounded before the row is measured.
+TEST(Numerics, RoundingOfAWeightOnTheInputCounts) {
+  MoeProblem problem = small_problem("bf16");
+  problem.top_k = 1;
+  problem.apply_router_weight_on_input = true;
+  for (const bool constant : {false, true}) {
+    StandardCase c = make_case(8, problem, 20, DType::kF32);
+    if (constant) change_all(c.hidden_states, 0.0F, 1.00379F);
+    std::vector<double> estimates;
+    for (const char* backend : kBackends) {
+      const NumericsSummary got =
+          expect_bounded(backend, c, std::hypot(6e-3, weight_on_input_bound(DType::kBF16)));
+      estimates.push_back(got.error_estimate());
+      EXPECT_GT(got.error_estimate(), 2e-3) << "the product's rounding is part of it";
+    }
+    EXPECT_NEAR(estimates[0], estimates[1], 0.05 * estimates[0]);
+  }
+}
+
+TEST(Numerics, RoundedOutputsHaveAWiderBound) {
+  EXPECT_EQ(with_output_rounding(2e-6, DType::kF32), 2e-6);
+  EXPECT_EQ(with_output_rounding(2e-6, DType::kBF16), std::hypot(2e-6, 0x1p-8));
+  EXPECT_EQ(with_output_rounding(2e-6, DType::kF16), std::hypot(2e-6, 0x1p-11));
+  EXPECT_EQ(with_output_rounding(1e-3, DType::kBF16), std::hypot(1e-3, 0x1p-8));
+  EXPECT_EQ(with_output_rounding(1e-3, DType::kF16), 1e-3) << "contained";
+  EXPECT_EQ(with_output_rounding(6e-3, DType::kBF16), 6e-3);
 }
 
 TEST(NumericsRefusals, RowsOfAnotherForm) {

@@ -193,6 +193,11 @@ TEST(ExpertOwnership, UpdateFollowsTheNewWorld) {
   EXPECT_EQ(eighth.config.dp_rank, 1);
   expect_refusal(update_expert_map(8, dp, 2, 2).status(), StatusCode::kInvalidArgument,
                  {"ep_rank: got 2"});
+  // Ranks that have parts of a sequence keep having them.
+  ParallelConfig sequence = ep_config(4, 1);
+  sequence.sp_size = 4;
+  EXPECT_EQ(update_expert_map(16, sequence, 8, 6)->config.sp_size, 8);
+  EXPECT_TRUE(update_expert_map(16, sequence, 8, 6)->config.is_sequence_parallel());
 }
 
 TEST(Placement, RoundRobinFallsBackWithAReason) {

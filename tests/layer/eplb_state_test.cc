@@ -129,6 +129,31 @@ TEST(EplbState, ACallerMovesExpertsOnOneRankAndNoBitChanges) {
   }
 }
 
+// A row's place in the call, not in the chunk of max_tokens that computes it.
+TEST(EplbState, CopiesGoByTheRowsOfTheWholeCall) {
+  const EplbFixture f(test::eplb_spec());
+  std::vector<std::int32_t> placed(kSlots, 0);  // five copies of expert 0
+  std::iota(placed.begin(), placed.begin() + kExperts, 0);
+  for (const std::int64_t max_tokens : {1, 3, 9}) {
+    FusedMoE all = layer_with_all(f);
+    FusedMoE::Options options = on_one_rank();
+    options.max_tokens = max_tokens;
+    FusedMoE layer = test::make_layer(f.tensors, options);
+    CallersState caller(placed);
+    place_experts(all, layer, placed);
+    ASSERT_TRUE(layer.set_eplb_state(caller.state, placed).ok());
+    EXPECT_EQ(f.forward(layer, 0), "");
+    std::vector<std::int32_t> want(kSlots, 0);
+    for (std::int64_t p = 0; p < test::kEplbTokens * kTopK; ++p) {
+      const std::int64_t e = f.run.topk_ids.as<std::int32_t>()[p];
+      const auto copy = p % caller.maps.replica_count[static_cast<std::size_t>(e)];
+      const auto at = static_cast<std::size_t>(e * caller.maps.max_replicas + copy);
+      ++want[static_cast<std::size_t>(caller.maps.logical_to_physical[at])];
+    }
+    EXPECT_EQ(caller.load, want) << "max_tokens " << max_tokens;
+  }
+}
+
 TEST(EplbState, CountersStopAtTheirLargestValue) {
   const EplbFixture f(test::eplb_spec());
   FusedMoE layer = test::make_layer(f.tensors, on_one_rank());
@@ -349,7 +374,7 @@ TEST(EplbState, RanksWithOtherMapsAreRefused) {
     CallersState caller(placed);
     if (rank == 2) caller.maps.replica_count[1] = 1;  // by itself a good map
     expect_refusal(layer->set_eplb_state(caller.state), StatusCode::kInvalidArgument,
-                   {"eplb: rank"});
+                   {"eplb: rank", "has other maps than rank"});
     caller.maps.replica_count[1] = rank == 3 ? 0 : 2;
     expect_refusal(layer->set_eplb_state(caller.state), StatusCode::kInvalidArgument,
                    {rank == 3 ? "eplb.replica_count[1]: got 0" : "eplb: rank 3 refused"});

@@ -88,6 +88,13 @@ TEST(KernelCall, AsManyAsThereAreWorkspaces) {
     }
   }
   EXPECT_TRUE(k.kernel->run(k.args(c)).ok());
+  ModularKernel::Call over = k.kernel->start(k.args(a)).value();
+  ASSERT_TRUE(over.finish().ok());
+  {
+    const ModularKernel::Call first = k.kernel->start(k.args(b)).value();
+    const Result<ModularKernel::Call> second = k.kernel->start(k.args(c));
+    EXPECT_TRUE(second.ok()) << "a finished call holds no workspace";
+  }
   for (const int bad : {0, 17}) {
     const auto source = make_stacked_source(k.c.weights.view());
     const Status s = ModularKernel::create(

@@ -74,6 +74,28 @@ TEST(NumericsTrace, SizesAreThoseOfTheOutputsParts) {
   }
 }
 
+TEST(NumericsTrace, NothingIsAddedIntoRowsOfPadding) {
+  MoeLayerSpec spec = test::small_spec();
+  spec.shared.intermediate_size = 64;
+  const test::LayerTensors t = make_tensors(3, spec);
+  Tensor x = random_hidden(4, kRows, spec.hidden_size);
+  x.as<std::uint16_t>()[7 * spec.hidden_size + 3] = 0x7FC0;  // NaN
+  std::vector<std::uint8_t> mask(kRows, 0);
+  mask[7] = mask[9] = 1;
+  std::vector<RowNumerics> rows(kRows);
+  Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+  FusedMoE::Args args;
+  args.hidden_states = x.view();
+  args.output = y.view();
+  args.padding_mask = {reinterpret_cast<const std::byte*>(mask.data()), DType::kU8, {kRows}};
+  args.trace.numerics = rows;
+  ASSERT_TRUE(make_layer(t).forward(args).ok());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i].size == 0 && rows[i].noise == 0, mask[i] != 0) << i;
+    EXPECT_EQ(rows[i].flags, 0U) << i;
+  }
+}
+
 TEST(NumericsTrace, ANaNIsItsRowsOwn) {
   const test::LayerTensors t = make_tensors(3, test::small_spec());
   Tensor x = random_hidden(4, kRows, t.spec.hidden_size);

@@ -16,6 +16,12 @@ using test::random_map;
 
 constexpr int kRanks = test::kEplbRanks;
 
+template <class Change>
+Status explain_with(const EplbFixture& f, FusedMoE::Options options, Change&& change) {
+  change(options.ranks);
+  return explain_layer(f.tensors.spec, options).status();
+}
+
 TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
   const EplbFixture f(test::eplb_spec());
   for (const auto& [transport, dp] :
@@ -107,6 +113,27 @@ TEST(Rearrange, RefusesByName) {
     return "";
   });
   static_cast<void>(refused);
+  // Six ranks with the same rows count each of them once, in whole numbers.
+  const auto counted = on_ranks(
+      [&](int rank, std::shared_ptr<Communicator> c) -> std::string {
+        FusedMoE::Options o = eplb_options(rank, 1, RankTransport::kAuto, c);
+        o.parallel.ep_size = 6;
+        o.parallel.dp_rank = 0;
+        o.ranks.num_redundant_experts = 6;
+        auto layer = FusedMoE::create(f.tensors.weights(), o);
+        if (!layer.ok()) return layer.status().to_string();
+        if (rank == 0) {
+          expect_refusal(explain_with(f, o, [](auto& w) { w.eplb_window = 0; }),
+                         StatusCode::kInvalidArgument, {"eplb_window: got 0"});
+          expect_refusal(explain_with(f, o, [](auto& w) { w.eplb_window = std::int64_t{1} << 60; }),
+                         StatusCode::kLimitExceeded, {"eplb_window: got 1152921504606846976"});
+          expect_refusal(explain_with(f, o, [](auto& w) { w.num_redundant_experts = 5; }),
+                         StatusCode::kInvalidArgument, {"num_redundant_experts: got 5"});
+        }
+        return test::measure_five_calls(*layer, f, 0, 1, 1e-5);
+      },
+      6);
+  for (const std::string& w : counted) EXPECT_EQ(w, "");
   auto layer = FusedMoE::create(f.tensors.weights(), {});
   ASSERT_TRUE(layer.ok());
   expect_refusal(layer->begin_rebalance(), StatusCode::kUnsupported, {"enable_eplb: got false"});

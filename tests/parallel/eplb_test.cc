@@ -311,6 +311,9 @@ TEST(EplbMisuse, RefusesByName) {
   refuse({1, 2, 3}, {4, 2, 1, 2}, "num_experts: got 3, need a multiple of num_groups = 2");
   refuse({1, 2, 3, 4}, {6, 3, 2, 2}, "num_ranks: got 3, need a multiple of num_nodes = 2");
   refuse({1, -2}, {2, 1, 1, 1}, "load: got -2 for expert 1");
+  refuse({1e308, 1e308}, {2, 1, 1, 1}, "load: got loads whose sum is infinite");
+  expect_refusal(rank_loads(Loads{1e308, 1e308}, Ids{0, 1}, 1).status(),
+                 StatusCode::kInvalidArgument, {"load: got loads that are not finite"});
   refuse({}, {2, 1, 1, 1}, "num_physical");
   refuse({1}, {2, 0, 1, 1}, "num_ranks = 0");
   refuse({1}, {2, 1, 0, 1}, "num_nodes: got 0");

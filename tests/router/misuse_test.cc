@@ -175,6 +175,11 @@ TEST(RouterMisuse, Parts) {
   o.spec = plain();
   o.hash_table = table.view();
   refused(o, kArgument, "hash_table: given, need none with method topk");
+  o.spec.method = RoutingMethod::kHash;
+  o.spec.scoring_func = ScoringFunc::kSqrtSoftplus;
+  o.hash_table.device = Device::cuda(0);
+  refused(o, kArgument, "hash_table: got memory of cuda:0, need memory of cpu");
+  o.spec = plain();
   o.hash_table = {};
   o.vision_token_base = 3;
   refused(o, kArgument, "vision_token_base: got 3, need 0");

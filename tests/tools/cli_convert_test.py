@@ -24,6 +24,7 @@ from cli_support import (
     read_safetensors,
     run,
     tensor_of,
+    write_safetensors,
 )
 
 class Convert(ToolTest):
@@ -47,6 +48,26 @@ class Convert(ToolTest):
             plain = self.json_of("verify", "--model", MODELS / model)
             self.assertLess(plain["layers"][0]["bound"], report["layers"][0]["bound"])
             self.assertEqual(sorted(self.folder.iterdir())[-1].name.count(".tmp"), 0)
+
+    def test_twice_converted_weights_verify(self):
+        first, second = self.folder / "first", self.folder / "second"
+        self.json_of("convert", "--model", MODELS / "mini-deepseek-v3", "--quant", "mxfp4", "--output", first)
+        value = self.json_of("convert", "--model", first, "--quant", "fp8-block", "--output", second)
+        self.assertLess(value["layers"][0]["rel_l2_weights"], 0.03)  # of this step
+        record = json.loads((second / "moesaic_conversion.json").read_text())
+        self.assertGreater(record["layers"][0]["rel_l2_weights"], 0.1)  # of both
+        self.assertTrue(self.json_of("verify", "--model", second)["pass"])
+
+    def test_weights_that_a_format_would_lose_are_refused(self):
+        model = self.folder / "tiny"
+        shutil.copytree(MODELS / "mini-qwen3-moe", model)
+        for path in model.glob("model*.safetensors"):
+            header, _ = read_safetensors(path)
+            tensors = {name: tensor_of(path, name) for name in header}
+            small = lambda name, t: (t[0], t[1], b"\x6d\x00" * (len(t[2]) // 2)) if ".experts." in name else t  # noqa: E731
+            write_safetensors(path, {name: small(name, t) for name, t in tensors.items()})
+        self.fails(UNSUPPORTED, "layer 1", "too small for nvfp4", arguments=["convert", "--model", model, "--quant", "nvfp4", "--output", self.folder / "out"])
+        self.assertFalse((self.folder / "out").exists())
 
     def test_everything_else_is_copied(self):
         model = MODELS / "mini-qwen3-moe"

@@ -196,6 +196,21 @@ class Run(ToolTest):
         out = self.folder / "out.safetensors"
         self.json_of("run", "--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", states, "--output", out)
 
+        tensor = self.folder / "c.safetensors"
+        write_safetensors(tensor, {"x:0": ("F32", [1, 256], struct.pack("<256f", *([0.5] * 256)))})
+        self.json_of("run", "--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", f"{tensor}:x:0", "--output", out)
+
+    def test_options_of_ranks_need_ranks(self):
+        path, name = golden_input("mini-qwen3-moe")
+        base = ["--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", f"{path}:{name}", "--output", self.folder / "out"]
+        for option, more in (("--tp", ["2"]), ("--transport", ["batched"]), ("--eplb", []), ("--pair-capacity", ["9"])):
+            self.fails(USAGE, option, "without --ranks", arguments=["run", *base, option, *more])
+        self.fails(USAGE, "--tp: got 2", arguments=["run", *base, "--ranks", 1, "--tp", 2])
+        self.json_of("run", *base, "--ranks", 1, "--transport", "batched", "--repeat", 1)
+        shape = ["--shape", "8,2,64,32", "--tokens", 4]
+        self.fails(USAGE, "--sp", arguments=["bench", *shape, "--stage", "layer", "--seconds", 0, "--sp"])
+        self.fails(USAGE, "--tp", arguments=["explain", *shape, "--tp", 2])
+
     def test_refusals_leave_no_output(self):
         path, name = golden_input("mini-qwen3-moe")
         out = self.folder / "out.safetensors"
@@ -279,6 +294,12 @@ class Run(ToolTest):
             self.assertEqual(result.returncode, DEVICE, result.stderr)
             self.assertIn("error: io: ", result.stderr)
             self.assertIn("next: check the disk or pipe behind stdout", result.stderr)
+        closed = subprocess.run(
+            ["sh", "-c", 'exec "$@" >&-', "sh", TOOL, "run", "--model", MODELS / "mini-gpt-oss", "--layer", "0",
+             "--input", f"{path}:{name}", "--output", "-", "--json", "--repeat", "1"],
+            stderr=subprocess.PIPE, text=True)  # fmt: skip
+        self.assertEqual(closed.returncode, DEVICE, closed.stderr)
+        self.assertIn('"io"', closed.stderr)
 
     def test_an_output_that_cannot_be_written(self):
         path, name = golden_input("mini-qwen3-moe")

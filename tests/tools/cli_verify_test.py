@@ -174,6 +174,15 @@ class Verify(ToolTest):
                 golden = self.edited_floats(name, lambda v: [1.02 * x for x in v], "BF16")
                 self.json_of("verify", "--model", model, "--golden", golden, code=FAILED)
 
+    def test_outputs_may_be_rounded(self):
+        model = MODELS / "mini-qwen3-moe"
+        for dtype, low in (("BF16", 1e-3), ("F16", 1e-4)):
+            golden = self.edited_floats(".output", lambda v: v, dtype)
+            item = self.json_of("verify", "--model", model, "--golden", golden, "--quant", "f32")["layers"][0]
+            self.assertGreater(item["rel_l2"], low)
+            golden = self.edited_floats(".output", lambda v: [1.02 * x for x in v], dtype)
+            self.json_of("verify", "--model", model, "--golden", golden, "--quant", "f32", code=FAILED)
+
     def test_without_router_tensors_float64_decides(self):
         def edit(tensors, prefix):
             for key in [key for key in tensors if ".gate." in key]:

@@ -120,6 +120,19 @@ TEST(Usage, RanksAsThreadsHaveALimit) {
   EXPECT_EQ(bodies, 3);
 }
 
+TEST(Usage, OptionsOfRanksNeedRanks) {
+  RankOptions options;
+  EXPECT_TRUE(check_rank_options(options).ok());
+  options.transport = "batched";
+  EXPECT_EQ(check_rank_options(options).code(), StatusCode::kInvalidArgument);
+  options.ranks = 1;
+  EXPECT_TRUE(check_rank_options(options).ok()) << "a world of one rank";
+  options.tp = 2;
+  EXPECT_EQ(check_rank_options(options).code(), StatusCode::kInvalidArgument);
+  options.ranks = 2;
+  EXPECT_TRUE(check_rank_options(options).ok());
+}
+
 int inspect(const std::string& folder) {
   CLI::App root("", "moesaic");
   const Verb verb = make_inspect(root);

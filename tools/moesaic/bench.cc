@@ -1,6 +1,7 @@
 // moesaic bench: a correctness check, then time, per number of tokens; every figure beside the
 // floor that this machine allows, measured in the same process.
 #include <fmt/format.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <chrono>
@@ -202,6 +203,11 @@ int run_bench(BenchArguments state) {
     return console.fail({usable.code(), usable.message() + more}, Origin::kOption);
   }
   if (!usable.ok()) return console.fail(usable, Origin::kOption);
+  if (const Status alone = check_rank_options(state.ranks); !alone.ok()) {
+    return console.fail(alone, Origin::kOption);
+  }
+  // Also of what draws weights and checks results.
+  if (state.common.threads > 0) omp_set_num_threads(state.common.threads);
   if (state.stage != "layer" && state.door != kDoors.front()) {
     return console.fail(
         {StatusCode::kUnsupported,

@@ -45,7 +45,7 @@ std::vector<T> encode_table(DType dtype, double sd) {
 template <class T>
 void fill(T* out, std::int64_t n, const std::vector<T>& table, std::uint64_t seed) {
   constexpr std::int64_t kBlock = 1 << 14;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (n > kBlock)
   for (std::int64_t b = 0; b < ceil_div(n, kBlock); ++b) {
     std::uint64_t state = mix(seed ^ mix(static_cast<std::uint64_t>(b)));
     const std::int64_t end = std::min(n, (b + 1) * kBlock);

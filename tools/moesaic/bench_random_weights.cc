@@ -38,7 +38,7 @@ Result<Tensor> varied(const Shape& shape, double value, std::uint64_t seed) {
 void round_to_super_blocks(const OperandQuant& w, Tensor& t) {
   const std::int64_t across = t.shape()[1], each = kSuperBlockColumns / w.block_k;
   const float largest = w.super_bits == 6 ? 63.0F : 127.0F;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (t.bytes() > (1 << 16))
   for (std::int64_t row = 0; row < t.shape()[0]; ++row) {
     for (std::int64_t first = 0; first < across; first += each) {
       float* block = t.as<float>() + row * across + first;

@@ -15,7 +15,7 @@ std::vector<double> multiply(const experts::ProjectionView& m, const OperandQuan
                              std::span<const double> x) {
   const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1);
   std::vector<double> y(static_cast<std::size_t>(rows));
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows * cols > (1 << 14))
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
     for (std::int64_t k = 0; k < cols; ++k) {

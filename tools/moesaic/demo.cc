@@ -66,8 +66,7 @@ Result<Shown> show(const std::string& directory, const DemoArguments& state, Ori
   Shown shown;
   shown.name = std::filesystem::path(directory).filename().string();
   MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(directory));
-  MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden,
-                           TensorFile::open(directory + "/golden.safetensors"));
+  MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden, TensorFile::open(golden_beside(directory)));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<GoldenBlock> blocks, golden_blocks(golden));
   const GoldenBlock& block = blocks.front();
   MOESAIC_ASSIGN_OR_RETURN(shown.spec, checkpoint.layer(block.layer));

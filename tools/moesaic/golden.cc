@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <optional>
 
 #include "golden_router.h"
@@ -43,13 +44,15 @@ int layer_after(std::string_view prefix, std::string_view layers) {
 
 int layer_of(std::string_view prefix) {
   const int layer = layer_after(prefix, "layers.");
-  return layer >= 0 ? layer : layer_after(prefix, "blocks.");  // DBRX
+  if (layer >= 0) return layer;
+  const int block = layer_after(prefix, "blocks.");                             // DBRX
+  return block >= 0 ? block : layer_after(fmt::format("{}.", prefix), "blk.");  // GGUF: "blk.3"
 }
 
 // The bound for rows like these.
 void bound_output(const FusedMoE& layer, std::span<const RowNumerics> numerics,
-                  std::span<const double> want, std::size_t width, std::span<const char> excluded,
-                  LayerReport& report) {
+                  std::span<const double> want, DType recorded, std::size_t width,
+                  std::span<const char> excluded, LayerReport& report) {
   // Sums of squares differ a little where parts are neither alike nor opposite.
   constexpr double kCancels = 1.1;
   double want2 = 0;
@@ -61,9 +64,13 @@ void bound_output(const FusedMoE& layer, std::span<const RowNumerics> numerics,
   report.documented_bound = layer.quant().output_bound;
   report.activation_bound = layer.activation_bound();
   const double parts = std::sqrt(report.numerics.size / want2);
-  if (parts > kCancels) report.cancellation = parts;
+  if (want2 > 0 && parts > kCancels) report.cancellation = parts;
   report.bound = report.cancellation *
                  computed_bound(report.documented_bound, report.activation_bound, report.numerics);
+  // What was recorded is rounded too.
+  if (recorded != DType::kF32 && recorded != DType::kF64) {
+    report.bound = std::hypot(report.bound, rounding_of(recorded));
+  }
 }
 
 void compare_output(std::span<const double> got, std::span<const double> want, std::size_t width,
@@ -80,7 +87,7 @@ void compare_output(std::span<const double> got, std::span<const double> want, s
       keep_worst(report.max_abs, std::abs(difference));
     }
   }
-  report.rel_l2 = std::sqrt(error / want2);
+  report.rel_l2 = error == 0 ? 0.0 : std::sqrt(error / want2);  // of nothing, nothing is right
   report.cosine = dot / std::sqrt(got2 * want2);
 }
 
@@ -109,6 +116,13 @@ void LayerReport::judge() {
          (!router_logits || router_logits->pass()) && (!topk_weights || topk_weights->pass());
 }
 
+std::string golden_beside(const std::string& model) {
+  std::error_code ignored;
+  const std::filesystem::path path(model);
+  const bool file = std::filesystem::is_regular_file(path, ignored);
+  return ((file ? path.parent_path() : path) / "golden.safetensors").string();
+}
+
 Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file) {
   std::vector<GoldenBlock> blocks;
   for (const std::string& name : file.names()) {
@@ -122,8 +136,8 @@ Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file) {
   if (blocks.empty()) {
     return Status(
         StatusCode::kNotFound,
-        "golden file: got no pair of tensors *.layers.<i>.<block>.input and .output, need "
-        "at least one");
+        "golden file: got no pair of tensors *.layers.<i>.<block>.input and .output (of GGUF "
+        "blk.<i>.input and .output), need at least one");
   }
   std::stable_sort(blocks.begin(), blocks.end(),
                    [](const GoldenBlock& a, const GoldenBlock& b) { return a.layer < b.layer; });
@@ -197,7 +211,8 @@ Result<LayerReport> compare_block(const Checkpoint& checkpoint, const TensorFile
       compare_router(router, {spec, got, logits, hidden, logits_rounding}, gate, oracle, report);
   compare_output(to_doubles(got.output.view()), want, static_cast<std::size_t>(spec.hidden_size),
                  excluded, report);
-  bound_output(layer, numerics, want, static_cast<std::size_t>(spec.hidden_size), excluded, report);
+  bound_output(layer, numerics, want, want_tensor.dtype(),
+               static_cast<std::size_t>(spec.hidden_size), excluded, report);
   report.quant = std::string(layer.quant().name);
   report.device = layer.device().to_string();
   report.backend = layer.experts_backend();

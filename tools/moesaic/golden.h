@@ -19,6 +19,9 @@ struct GoldenBlock {
   int layer = -1;
 };
 // Blocks in ascending order of layers. kNotFound when the file has none.
+// Where a model's golden file is: in its folder, beside a GGUF file.
+std::string golden_beside(const std::string& model);
+
 Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file);
 
 // An error and what it may be, both relative to the recorded values.

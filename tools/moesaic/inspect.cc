@@ -69,8 +69,11 @@ void print_table(const Console& console, const Checkpoint& checkpoint) {
 // says becomes a note, each text once.
 Status first_that_cannot_run(const Checkpoint& checkpoint, std::vector<std::string>* problems,
                              std::vector<std::string>* notes) {
+  constexpr int kMostBroken = 16;  // as Checkpoint::problems: each costs a walk over its tensors
   Status first;
+  int broken = 0;
   for (const MoeLayerSpec& spec : checkpoint.layers()) {
+    if (broken == kMostBroken) break;
     const Result<MoeLayerFormat> format = checkpoint.check_layer(spec.layer);
     Status status = format.status();
     if (status.ok()) {
@@ -82,6 +85,7 @@ Status first_that_cannot_run(const Checkpoint& checkpoint, std::vector<std::stri
           explain_layer(*format, {}).status().with_context(fmt::format("layer {}", spec.layer));
       if (!status.ok()) problems->push_back(status.message());
     }
+    if (!status.ok()) ++broken;
     if (first.ok()) first = status;
   }
   return MOESAIC_FAULT(inspect_accepts_every_layer) ? Status() : first;

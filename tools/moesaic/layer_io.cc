@@ -15,8 +15,14 @@ namespace moesaic::tool {
 
 std::pair<std::string, std::string> split_tensor_path(const std::string& text) {
   std::error_code ignored;
-  const std::size_t colon = text.rfind(':');
+  std::size_t colon = text.rfind(':');
   if (colon == std::string::npos || std::filesystem::exists(text, ignored)) return {text, ""};
+  // Names of tensors may have colons too, and so may files.
+  for (std::size_t at = text.find(':'); at != std::string::npos; at = text.find(':', at + 1)) {
+    if (!std::filesystem::is_regular_file(text.substr(0, at), ignored)) continue;
+    colon = at;
+    break;
+  }
   return {text.substr(0, colon), text.substr(colon + 1)};
 }
 

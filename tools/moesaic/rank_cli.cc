@@ -241,8 +241,40 @@ bool wants_ranks(const RankOptions& options) {
   return options.ranks > 1 || (launched_by_mpi() && launched_size() > 1);
 }
 
+Status check_rank_options(const RankOptions& o) {
+  if (wants_ranks(o) || MOESAIC_FAULT(cli_rank_options_of_one_rank)) return {};
+  const RankOptions usual;
+  if (o.ranks == 1 || launched_by_mpi()) {  // a world of one, in which most mean nothing
+    if (o.tp == usual.tp) return {};
+    return {StatusCode::kInvalidArgument,
+            fmt::format("--tp: got {}, need a divisor of the 1 ranks", o.tp)};
+  }
+  const std::pair<const char*, bool> given[] = {
+      {"--tp", o.tp != usual.tp},
+      {"--no-ep", o.ep != usual.ep},
+      {"--sp", o.sp != usual.sp},
+      {"--placement", o.placement != usual.placement},
+      {"--transport", o.transport != usual.transport},
+      {"--combine-dtype", o.combine_dtype != usual.combine_dtype},
+      {"--rank-engine", o.engine != usual.engine},
+      {"--peer-memory", o.peer_memory != usual.peer_memory},
+      {"--reduction", o.reduction != usual.reduction},
+      {"--cut-shared", o.cut_shared != usual.cut_shared},
+      {"--dual-batch-tokens", o.dual_batch_tokens != usual.dual_batch_tokens},
+      {"--pair-capacity", o.pair_capacity != usual.pair_capacity},
+      {"--eplb", o.eplb != usual.eplb},
+  };
+  for (const auto& [option, is_given] : given) {
+    if (!is_given) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got it without --ranks, need the number of ranks", option)};
+  }
+  return {};
+}
+
 Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens) {
+  MOESAIC_RETURN_IF_ERROR(check_rank_options(options));
   if (options.ranks <= 1) return layer_options(common, max_tokens);
   MOESAIC_ASSIGN_OR_RETURN(FusedMoE::Options layer,
                            layer_options_of(options, common, 0, options.ranks, common.threads));

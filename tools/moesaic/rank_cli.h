@@ -35,6 +35,9 @@ void add_balance_options(CLI::App& app, RankOptions& options);
 // Whether the verb is to run over several ranks.
 bool wants_ranks(const RankOptions& options);
 
+// kInvalidArgument for an option that one rank alone would ignore.
+Status check_rank_options(const RankOptions& options);
+
 // What rank 0 of them would make a layer of, on a communicator on which nothing is sent.
 Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens);

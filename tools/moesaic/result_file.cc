@@ -170,8 +170,11 @@ Status check_target(const ResultFile& file, const checkpoint::OutputTarget& targ
 }  // namespace
 
 bool goes_to_stdout(const ResultFile& file) {
-  const Result<checkpoint::OutputTarget> target = checkpoint::find_output(system_path(file));
-  return target.ok() && target->descriptor == STDOUT_FILENO;
+  const std::string path = system_path(file);
+  const Result<checkpoint::OutputTarget> target = checkpoint::find_output(path);
+  // A closed stdout is still what was asked for.
+  return target.ok() ? target->descriptor == STDOUT_FILENO
+                     : path == "/dev/stdout" || path == "/dev/fd/1";
 }
 
 Origin origin_of(const ResultFile& file) {

@@ -69,6 +69,9 @@ int run_layer(RunArguments state) {
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
+  if (const Status alone = check_rank_options(state.ranks); !alone.ok()) {
+    return console.fail(alone, Origin::kOption);
+  }
   if (state.strict && wants_ranks(state.ranks)) {
     return console.fail(
         {StatusCode::kUnsupported,

@@ -79,8 +79,7 @@ int run_verify(const VerifyArguments& state) {
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
-  const std::string golden_path =
-      state.golden.empty() ? state.model + "/golden.safetensors" : state.golden;
+  const std::string golden_path = state.golden.empty() ? golden_beside(state.model) : state.golden;
   const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
   if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
   const Result<TensorFile> golden = TensorFile::open(golden_path);

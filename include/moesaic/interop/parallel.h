@@ -24,7 +24,8 @@ struct ExpertOwnership {
   std::vector<std::int32_t> expert_map;  // empty when new_ep_size == 1
 };
 // dp_size becomes new_ep_size where it was ep_size (every rank has rows of its own) and must divide
-// it otherwise; dp_rank is that of the new rank. Errors as make_expert_map and validate().
+// it otherwise; dp_rank is that of the new rank. Sequence parallel ranks (sp_size above 1) stay so:
+// sp_size becomes the new engine_tp_size(). Errors as make_expert_map and validate().
 Result<ExpertOwnership> update_expert_map(std::int64_t num_experts, const ParallelConfig& config,
                                           int new_ep_size, int new_ep_rank);
 

@@ -67,11 +67,6 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
     text += fmt::format(" (expert {}: {} of {} received)", expert, per_expert - count, per_expert);
   }
   if (!unknown.empty()) text += "; not recognised: " + list_names(unknown);
-  if (std::any_of(unknown.begin(), unknown.end(), is_gguf_single_expert)) {
-    text +=
-        ". Experts in tensors of their own, as the first GGUF files with experts have them, are "
-        "not supported: need a file that is converted anew";
-  }
   // No expert is there as it should be, but something else is: another way to store them.
   const bool other_storage =
       !unknown.empty() && std::all_of(plan.begin(), plan.end(), [&](const PlannedTensor& tensor) {

@@ -44,6 +44,20 @@ Status check_mxfp4(const LayerSource& source) {
                       stated ? "mxfp4" : "they are not mxfp4")};
 }
 
+// Without any of the experts' tensors the configuration alone says what is missing.
+void choose_missing_mxfp4(const ShardSet& shards, LayerSource* source) {
+  const auto& layouts = source->family->layouts;
+  const auto blocks = std::find_if(layouts.begin(), layouts.end(), [](const ExpertLayout& l) {
+    return l.present() && l.storage == ExpertStorage::kMxfp4Interleaved;
+  });
+  if (source->experts.stored != StoredFormat::kMxfp4 || blocks == layouts.end()) return;
+  const bool any =
+      source->layout->present() && !tensors_under(shards, source->experts_module() + ".").empty();
+  if (any || MOESAIC_FAULT(checkpoint_missing_blocks_are_plain)) return;
+  source->layout = &*blocks;
+  source->weight_suffix = blocks->weight_suffixes.names[0];
+}
+
 // Refuses a storage in which the format's layout is not known.
 Status check_storage(const LayerSource& source) {
   const StoredFormat format = source.experts.stored;
@@ -110,7 +124,7 @@ Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
     std::size_t p = 0;
     for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
       if (present && !module.empty()) {
-        full[p] = fmt::format("{}.{}.weight", source->spec.prefix, module);
+        full[p] = fmt::format("{}.{}.weight", source->spec.prefix, expand_expert(module, 0));
       }
       ++p;
     }
@@ -220,6 +234,7 @@ Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSo
   MOESAIC_ASSIGN_OR_RETURN(
       source->experts, experts_format(config.quant, source->experts_module(),
                                       source->spec.num_experts, leaves, std::ssize(config.layers)));
+  choose_missing_mxfp4(shards, source);
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
   MOESAIC_RETURN_IF_ERROR(check_storage(*source));
   choose_scale_names(shards, source);

@@ -64,7 +64,7 @@ class Planner {
     const LinearFormat& format = is_shared ? source_.shared : source_.experts;
     if (format.stored == StoredFormat::kMxfp4) return mxfp4(projection, module, shape);
     if (format.stored == StoredFormat::kGguf) {
-      return gguf(part, projection, format, module + std::string(weight_suffix), shape);
+      return gguf(part, projection, expert, format, module + std::string(weight_suffix), shape);
     }
     if (stored_format_row(format.stored).tensors != nullptr) {
       return quantized(part, projection, expert, format, module, shape);
@@ -120,15 +120,15 @@ class Planner {
   }
 
   // Blocks of a GGUF file: rows of bytes.
-  void gguf(LayerPart part, Projection projection, const LinearFormat& format, std::string name,
-            const Shape& shape) {
+  void gguf(LayerPart part, Projection projection, std::int64_t expert, const LinearFormat& format,
+            std::string name, const Shape& shape) {
     const quant::GgufType type = format.blocks[static_cast<std::size_t>(projection)];
     const GgmlTypeInfo info = ggml_type_info(type);
     const std::int64_t row = shape[shape.rank() - 1] / info.block_elements * info.block_bytes;
     PlannedTensor planned{part,
                           projection,
                           TensorKind::kWeight,
-                          0,
+                          expert,
                           std::move(name),
                           shape.rank() == 3 ? Shape{shape[0], shape[1], row} : Shape{shape[0], row},
                           {DType::kU8}};
@@ -139,7 +139,7 @@ class Planner {
     const std::string module = tensors_.back().name.substr(0, tensors_.back().name.rfind('.'));
     const Shape numbers = shape.rank() == 3 ? Shape{shape[0]} : Shape{1};
     for (const std::string_view suffix : {".scale", ".input_scale"}) {
-      tensors_.push_back({part, projection, TensorKind::kGlobalScale, 0,
+      tensors_.push_back({part, projection, TensorKind::kGlobalScale, expert,
                           module + std::string(suffix), numbers, DTypeSet{DType::kF32}});
       tensors_.back().optional = true;
       tensors_.back().unused = suffix == ".input_scale";

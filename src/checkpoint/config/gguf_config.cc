@@ -261,9 +261,9 @@ Result<ModelConfig> dense_model(const GgufMetadata& metadata, const Architecture
                                 std::span<const GgufHeader* const> headers) {
   for (const GgufHeader* header : headers) {
     for (const TensorInfo& tensor : header->tensors) {
-      if (!is_gguf_moe_tensor(tensor.name) || tensor.name.find("_exps.") == std::string::npos) {
-        continue;
-      }
+      const bool stacked =
+          is_gguf_moe_tensor(tensor.name) && tensor.name.find("_exps.") != std::string::npos;
+      if (!stacked && !is_gguf_single_expert(tensor.name)) continue;
       return metadata.bad(
           StatusCode::kCorruptFile, fmt::format("{}.expert_count", metadata.architecture()),
           fmt::format("{}, need 1 to {}, since the file holds the experts of {}",

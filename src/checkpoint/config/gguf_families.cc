@@ -5,8 +5,8 @@
 namespace moesaic::checkpoint {
 namespace {
 
-// GGUF names are the same for every family, and so is the storage: [E, I, H], [E, I, H], [E, H, I], or
-// [E, 2I, H] of gate and up together.
+// GGUF names are the same for every family, and so is the storage: [E, I, H], [E, I, H], [E, H, I],
+// [E, 2I, H] of gate and up together, or an expert's matrices by themselves.
 // How tokens are routed, which biases exist and what the activation is stays the family's.
 Family as_gguf(const Family& base) {
   Family f = base;
@@ -37,6 +37,9 @@ Family as_gguf(const Family& base) {
     experts.gate = "ffn_gate_up_exps";
     experts.up = "";
     f.layouts[1] = experts;
+  }
+  if (experts.bias_suffix.empty()) {  // the first files with experts, of families without biases
+    f.layouts[2] = layout("ffn_gate.{e}", "ffn_up.{e}", "ffn_down.{e}");
   }
   return f;
 }

@@ -85,10 +85,10 @@ Status MappedFile::read_at(std::uint64_t offset, std::span<std::byte> dst) const
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return system_error(path_, "read", errno);
     if (got == 0) {
-      return Status(
-          StatusCode::kIo,
-          fmt::format("{}: the file shrank while it was open: it ends at byte {}, need {}", path_,
-                      offset, size_));
+      return Status(StatusCode::kIo,
+                    fmt::format("{}: the file shrank while it was open: it ends at or before byte "
+                                "{}, need {}",
+                                path_, offset, size_));
     }
     offset += static_cast<std::uint64_t>(got);
     dst = dst.subspan(static_cast<std::size_t>(got));

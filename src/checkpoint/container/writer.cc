@@ -19,6 +19,7 @@ Status write_safetensors(const std::string& path, std::span<const NamedTensor> t
     specs.reserve(tensors.size());
     for (const NamedTensor& t : tensors) {
       MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.name, t.tensor).with_context(path));
+      MOESAIC_RETURN_IF_ERROR(expect_device(t.name, t.tensor, Device::cpu()).with_context(path));
       specs.push_back({t.name, t.tensor.dtype, t.tensor.shape});
     }
     auto layout = checkpoint::layout_safetensors(specs, metadata);

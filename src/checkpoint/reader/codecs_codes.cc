@@ -220,11 +220,11 @@ Status MlpReader::read_e4m3_scales(const Window& w, MatrixBuffers* m) {
 
 Status MlpReader::read_global_scale(const Window& w) {
   MOESAIC_ASSIGN_OR_RETURN(const float value, read_number(TensorKind::kGlobalScale, w));
-  MOESAIC_RETURN_IF_ERROR(
-      check_positive(*stored(TensorKind::kGlobalScale, w), "global scale", value));
   // compressed-tensors stores what the weights were multiplied with.
   const bool reciprocal = format_.names == NameStyle::kCompressed &&
                           !MOESAIC_FAULT(checkpoint_global_scale_not_inverted);
+  const auto check = reciprocal ? &check_reciprocal : &check_positive;
+  MOESAIC_RETURN_IF_ERROR(check(*stored(TensorKind::kGlobalScale, w), "global scale", value));
   global_scales_[static_cast<std::size_t>(w.part)] = reciprocal ? 1.0F / value : value;
   return {};
 }

@@ -33,7 +33,8 @@ struct ProjectionScales {
     return from[expert] != nullptr && from[expert]->info == tensor.info;
   }
   Status set(std::size_t expert, const ShardSet::Located& tensor, float stored, bool reciprocal) {
-    MOESAIC_RETURN_IF_ERROR(check_positive(tensor, "input scale", stored));
+    const auto check = reciprocal ? &check_reciprocal : &check_positive;
+    MOESAIC_RETURN_IF_ERROR(check(tensor, "input scale", stored));
     from[expert] = &tensor;
     values[expert] = reciprocal ? 1.0F / stored : stored;
     return {};

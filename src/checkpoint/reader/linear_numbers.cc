@@ -27,6 +27,14 @@ Status check_positive(const ShardSet::Located& from, std::string_view what, floa
                                                 quote_name(from.info->name), what, value)};
 }
 
+Status check_reciprocal(const ShardSet::Located& from, std::string_view what, float value) {
+  MOESAIC_RETURN_IF_ERROR(check_positive(from, what, value));
+  if (std::isfinite(1.0F / value)) return {};
+  return {StatusCode::kCorruptFile,
+          fmt::format("{}: got {} {}, need a number whose reciprocal is finite",
+                      quote_name(from.info->name), what, value)};
+}
+
 // Whether numbers of this kind differ between gate and up of any expert.
 static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
   for (const MlpTensors& expert : experts) {

@@ -20,6 +20,8 @@ Result<std::vector<float>> read_floats(const ShardSet::Located& from);
 
 // kCorruptFile naming the tensor, unless `value` is finite and > 0.
 Status check_positive(const ShardSet::Located& from, std::string_view what, float value);
+// Of one that stands for its reciprocal.
+Status check_reciprocal(const ShardSet::Located& from, std::string_view what, float value);
 
 // The part of a layer's scheme that only the stored numbers tell. Where scales of any expert's gate
 // and up differ, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global

@@ -242,7 +242,11 @@ void WeightLoader::Impl::settle_waiting() {
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     const TensorInfo* info = tensors->find(*at);
     const PlannedTensor* plan = planned(*at);
-    if (info != nullptr && plan == nullptr && !may_be_wanted(*at)) {
+    const bool of_nobody = plan == nullptr
+                               ? !may_be_wanted(*at)
+                               : plan->part != checkpoint::LayerPart::kExpert && !is_used(*plan) &&
+                                     !MOESAIC_FAULT(pushed_router_waits_for_nobody);
+    if (info != nullptr && of_nobody) {
       tensors->forget(*info);
       at = waiting_.erase(at);
       continue;

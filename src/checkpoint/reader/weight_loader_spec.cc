@@ -9,6 +9,7 @@
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/reader/side_files.h"
 #include "checkpoint/reader/weight_loader_impl.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -112,6 +113,13 @@ Result<WeightLoader> WeightLoader::from_spec(const MoeLayerSpec& spec, const Exp
       return Status(StatusCode::kInvalidArgument,
                     fmt::format("names.gate: got \"{}\", the activation {} needs {}", names.gate,
                                 activation_name(spec.activation.kind), gated ? "one" : "none"));
+    }
+    if (spec.has_expert_bias && checkpoint::is_per_expert(names.storage) &&
+        !MOESAIC_FAULT(pushed_biases_of_single_experts)) {
+      return Status(
+          StatusCode::kUnsupported,
+          "has_expert_bias: got true with experts one by one, need a storage in which all "
+          "are in one tensor");
     }
     auto owned = std::make_shared<const HandMadeFamily>(names);
     checkpoint::ModelConfig config;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #include "core/fault.h"
 #include "experts/cpu/experts_impl.h"
@@ -24,9 +25,9 @@ void CpuExperts::store_operand(const CpuGemm& gemm, const float* row, std::int64
 
 // Measures x as finish_row is about to round it.
 void CpuExperts::measure(const CpuWorkspace& w, const float* x, std::int64_t n, float input_scale,
-                         RowError& error) const {
+                         RowError& error, const float* exact) const {
   RowErrorMeter& meter = w.errors->meters[static_cast<std::size_t>(omp_get_thread_num())];
-  error = meter.measure(x, n, input_scale);
+  error = meter.measure(x, n, input_scale, exact);
 }
 
 RowNumbers CpuExperts::numbers_from(const CpuGemm& gemm, float* numbers,
@@ -99,6 +100,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
                                const std::byte* src, DType dtype, float factor,
                                bool e2m1_groups) const {
   float* x = scratch(w);
+  const float weight = factor;
   kernels_.load_row(src, dtype, plan_.hidden, plan_.gemm1.k, x);
   if (problem_.apply_router_weight_on_input && plan_.standard) {
     kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
@@ -113,7 +115,19 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
     x = gathered;
   }
   if (w.errors != nullptr) {
-    measure(w, x, plan_.hidden, w.a1_static.of(e), w.errors->input[static_cast<std::size_t>(row)]);
+    std::vector<float> exact;  // the row times its weight, before both were rounded
+    if (problem_.apply_router_weight_on_input && plan_.standard) {
+      exact.resize(static_cast<std::size_t>(2 * plan_.gemm1.k));
+      kernels_.load_row(src, dtype, plan_.hidden, plan_.gemm1.k, exact.data());
+      kernels_.scale_row(exact.data(), plan_.hidden, weight);
+      const std::int32_t* perm = plan_.permuted ? weights_.w13.perm(e) : nullptr;
+      float* const gathered = exact.data() + plan_.gemm1.k;
+      for (std::int64_t k = 0; k < plan_.hidden; ++k) {
+        gathered[k] = exact[static_cast<std::size_t>(perm != nullptr ? perm[k] : k)];
+      }
+    }
+    measure(w, x, plan_.hidden, w.a1_static.of(e), w.errors->input[static_cast<std::size_t>(row)],
+            exact.empty() ? nullptr : exact.data() + plan_.gemm1.k);
   }
   const CpuGemm& gemm = plan_.gemm1;
   finish_row(gemm, x, gemm.k, w.a1_static.of(e),

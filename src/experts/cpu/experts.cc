@@ -28,7 +28,7 @@ CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens, bool own_row
   CpuRowErrors errors;
   const auto rows = static_cast<std::size_t>(chunk_tokens * plan_.top_k);
   errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
-                       RowErrorMeter(problem_.quant.activation, plan_.round_dtype));
+                       RowErrorMeter(problem_, plan_.round_dtype));
   errors.blocks = num_blocks1();
   errors.input.resize(own_rows ? rows : static_cast<std::size_t>(chunk_tokens));
   errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));

@@ -100,7 +100,7 @@ class CpuExperts final : public Experts {
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
   // expert_rows.cc
   void measure(const CpuWorkspace& w, const float* x, std::int64_t n, float input_scale,
-               RowError& error) const;
+               RowError& error, const float* exact = nullptr) const;
   void prepare_input(const CpuWorkspace& w, std::int64_t row, std::int64_t e, const std::byte* src,
                      DType dtype, float factor, bool e2m1_groups) const;
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,

@@ -90,7 +90,7 @@ Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumer
     return scales[map.empty() ? id : static_cast<std::size_t>(map[id])];
   };
   const experts::NoiseModel model(problem);
-  experts::RowErrorMeter meter(problem.quant.activation, plan_.operand);
+  experts::RowErrorMeter meter(problem, plan_.operand);
   std::vector<float> row(static_cast<std::size_t>(hidden > inner ? hidden : inner));
   const auto load = [&](const std::vector<std::byte>& from, DType dtype, std::int64_t first,
                         std::int64_t count) {

@@ -122,12 +122,13 @@ class RefExperts final : public Experts {
  private:
   // What matrix m of expert e multiplies: values rounded to the operand dtype where they are not of
   // it yet, in the order of the weights' columns, quantised where the scheme does.
-  // `error` gets what that does to them; null: not measured.
+  // `error` gets what that does to them, and what was done to `exact` before; null: not measured.
   RefOperand make_operand(const RefMatrix& m, std::int64_t e, float input_scale, float* values,
-                          std::int64_t count, const Scratch& s, RowError* error) const {
+                          std::int64_t count, const Scratch& s, RowError* error,
+                          const float* exact = nullptr) const {
     if (error != nullptr) {
-      RowErrorMeter meter(p_.quant.activation, operand_);
-      *error = meter.measure(values, count, input_scale);
+      RowErrorMeter meter(p_, operand_);
+      *error = meter.measure(values, count, input_scale, exact);
     }
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
     if (m.gather(e, values, s.gathered)) values = s.gathered;
@@ -136,14 +137,14 @@ class RefExperts final : public Experts {
 
   // out[H] = expert e applied to s.input[H], which is consumed. `quantized`: those are codes
   // already, with s.x_scales.
-  // `errors`: of both operands, or null.
+  // `errors`: of both operands, or null. exact [H]: s.input before it was rounded, or null.
   void expert(std::int64_t e, const Scratch& s, bool quantized, float* out,
-              std::array<RowError, 2>* errors) const {
+              std::array<RowError, 2>* errors, const float* exact = nullptr) const {
     RowError* const of_input = errors != nullptr ? errors->data() : nullptr;
     RowError* const of_inner = errors != nullptr ? errors->data() + 1 : nullptr;
     const RefOperand x =
         quantized ? RefOperand{s.input, s.x_scales, quant::kFp8BlockSize, 1.0F}
-                  : make_operand(w13_, e, s.a1.of(e), s.input, p_.hidden_size, s, of_input);
+                  : make_operand(w13_, e, s.a1.of(e), s.input, p_.hidden_size, s, of_input, exact);
     w13_.multiply(e, x, s.gate_up);
     activation::ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
     const RefOperand inner =
@@ -175,6 +176,7 @@ class RefExperts final : public Experts {
     const bool on_input = p_.apply_router_weight_on_input;
     const bool quantized = a.hidden_scale.present();
     const NoiseModel model(p_);
+    std::vector<float> exact;
     for (std::int64_t t = 0; t < a.hidden_states.dim(0); ++t) {
       load_row(a.hidden_states, t * a.hidden_states.strides[0], s.x);
       load_scales(a, t, s);
@@ -195,7 +197,12 @@ class RefExperts final : public Experts {
                            ? round_to(operand_, round_to(operand_, s.x[i]) * factor)
                            : s.x[i];
         }
-        expert(e, s, quantized, s.result, a.numerics.empty() ? nullptr : &errors);
+        if (!a.numerics.empty() && on_input && !quantized) {
+          exact.resize(static_cast<std::size_t>(hidden));
+          std::transform(s.x, s.x + hidden, exact.begin(), [=](float v) { return v * weight; });
+        }
+        expert(e, s, quantized, s.result, a.numerics.empty() ? nullptr : &errors,
+               exact.empty() ? nullptr : exact.data());
         const bool weighted = !on_input || MOESAIC_FAULT(ref_experts_weight_twice);
         if (!a.numerics.empty()) {
           numerics.add(model.of(errors[0], errors[1], s.result, hidden, weighted ? weight : 1.0F));

@@ -27,10 +27,15 @@ double step_at(double value, int mantissa, double normal) {
   return std::ldexp(1.0, std::ilogb(value) - mantissa);
 }
 
+// How far e2m1 codes may lie from what they were made of.
+constexpr double kCodeTolerance = 0.2;
+using Clamped = experts::ClampedValues;
+
 // One group of e4m3 codes; the values that they were made of are gone.
-experts::RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scale,
-                           float smallest_scale) {
+experts::RowError of_codes(const Clamped& clamped, const std::uint8_t* codes, std::int64_t n,
+                           float scale, float smallest_scale) {
   experts::RowError sums;
+  sums.columns = n;
   sums.finite = std::isfinite(scale);
   if (!sums.finite) return sums;
   double amax = 0;
@@ -42,18 +47,20 @@ experts::RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scal
     }
     const double value = code * static_cast<double>(scale);
     sums.size += value * value;
+    sums.clamped += clamped.contains(value) ? 1 : 0;
     sums.error += rounding_variance(step_at(code, 3, 0x1p-6)) * static_cast<double>(scale) *
                   static_cast<double>(scale);
     amax = std::max(amax, std::abs(code));
   }
-  if (amax == 0) return {};  // all codes are zero: taken as exact
+  if (amax == 0) sums.error = 0;  // all codes are zero: taken as exact
   if (scale <= smallest_scale && amax < 0x1p-6) sums.lost = sums.error;
   return sums;
 }
 
 // Codes of a row with a static scale: how far beyond it the values were is not known.
-experts::RowError of_static_codes(const std::uint8_t* codes, std::int64_t n, float scale) {
-  experts::RowError sums = of_codes(codes, n, scale, 0.0F);
+experts::RowError of_static_codes(const Clamped& clamped, const std::uint8_t* codes, std::int64_t n,
+                                  float scale) {
+  experts::RowError sums = of_codes(clamped, codes, n, scale, 0.0F);
   for (std::int64_t i = 0; i < n; ++i) {
     sums.saturated = sums.saturated || (codes[i] & 0x7F) == 0x7E;
   }
@@ -62,10 +69,12 @@ experts::RowError of_static_codes(const std::uint8_t* codes, std::int64_t n, flo
 
 // The values of a quantised row's codes; what they were rounded from is gone. A group's scale is
 // that of its largest value.
-experts::RowError of_values(RowForm form, const std::uint16_t* row, std::int64_t n, float input) {
+experts::RowError of_values(const Clamped& clamped, RowForm form, const std::uint16_t* row,
+                            std::int64_t n, float input) {
   const bool e4m3 = form == RowForm::kMx8Values || form == RowForm::kFp8Values;
   const std::int64_t columns = row_group_columns(form);
   experts::RowError sums;
+  sums.columns = n;
   for (std::int64_t begin = 0; begin < n; begin += columns) {
     const std::int64_t end = std::min(begin + columns, n);
     float amax = 0;
@@ -82,6 +91,7 @@ experts::RowError of_values(RowForm form, const std::uint16_t* row, std::int64_t
       const double step = step_at(value / scale, e4m3 ? 3 : 1, e4m3 ? 0x1p-6 : 1.0) * scale;
       const double unit = static_cast<double>(input);
       sums.size += value * value * unit * unit;
+      sums.clamped += clamped.contains(value * unit) ? 1 : 0;
       sums.error += rounding_variance(step) * unit * unit;
     }
   }
@@ -89,9 +99,11 @@ experts::RowError of_values(RowForm form, const std::uint16_t* row, std::int64_t
 }
 
 // Values that were rounded to bf16 or F16.
-experts::RowError of_rounded(DType dtype, const std::byte* row, std::int64_t n) {
+experts::RowError of_rounded(const Clamped& clamped, DType dtype, const std::byte* row,
+                             std::int64_t n) {
   const bool f16 = dtype == DType::kF16;
   experts::RowError sums;
+  sums.columns = n;
   for (std::int64_t i = 0; i < n; ++i) {
     const auto value = static_cast<double>(load_as_f32(row, dtype, i));
     if (!std::isfinite(value)) {
@@ -99,6 +111,7 @@ experts::RowError of_rounded(DType dtype, const std::byte* row, std::int64_t n) 
       return sums;
     }
     sums.size += value * value;
+    sums.clamped += clamped.contains(value) ? 1 : 0;
     if (value == 0) continue;
     sums.error += rounding_variance(step_at(value, f16 ? 10 : 7, f16 ? 0x1p-14 : 0x1p-126));
   }
@@ -203,7 +216,8 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
 
   const experts::NoiseModel model(problem);
   const DType rounded = plan.half_rows() ? DType::kF16 : DType::kBF16;
-  experts::RowErrorMeter meter(problem.quant.activation, rounded);
+  experts::RowErrorMeter meter(problem, rounded);
+  const experts::ClampedValues clamped(problem.activation, kCodeTolerance);
   const float smallest_scale =
       quant::fp8_group_scale(0.0F, plan.power_of_two_scales ? quant::ScaleRounding::kCeilPowerOfTwo
                                                             : quant::ScaleRounding::kNone);
@@ -221,7 +235,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     const experts::RowError input = meter.measure(row.data(), hidden, x_scale);
     experts::RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
-    if (!quantized) of_inner = of_rounded(rounded, from, inner);
+    if (!quantized) of_inner = of_rounded(clamped, rounded, from, inner);
     if (plan.quantizes_late()) {
       for (std::int64_t i = 0; i < inner; ++i) {
         row[static_cast<std::size_t>(i)] =
@@ -229,15 +243,15 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
       }
       of_inner = meter.measure(row.data(), inner, 1.0F);
     } else if (row_has_values(plan.format->rows)) {
-      of_inner = of_values(plan.format->rows, reinterpret_cast<const std::uint16_t*>(from), inner,
-                           plan.static_scales ? inner_scales[expert_of(p)] : 1.0F);
+      of_inner = of_values(clamped, plan.format->rows, reinterpret_cast<const std::uint16_t*>(from),
+                           inner, plan.static_scales ? inner_scales[expert_of(p)] : 1.0F);
     } else if (plan.static_scales) {
-      of_inner = of_static_codes(reinterpret_cast<const std::uint8_t*>(from), inner,
+      of_inner = of_static_codes(clamped, reinterpret_cast<const std::uint8_t*>(from), inner,
                                  inner_scales[expert_of(p)]);
     }
     for (std::int64_t k = 0; groups && k < inner; k += quant::kFp8BlockSize) {
       const auto at = static_cast<std::size_t>(k / quant::kFp8BlockSize * inner_rows + r);
-      of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
+      of_inner.add(of_codes(clamped, reinterpret_cast<const std::uint8_t*>(from + k),
                             std::min(quant::kFp8BlockSize, inner - k), scales[at], smallest_scale));
     }
     for (std::int64_t i = 0; i < hidden; ++i) {

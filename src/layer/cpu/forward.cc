@@ -269,6 +269,7 @@ void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b,
 }
 
 void CpuEngine::clear_padding(const FusedMoE::Args& args) const {
+  forget_padding(args);
   for (const TensorView* to : {&args.output, &args.shared_output}) {
     if (!to->present()) continue;
     const std::int64_t row_bytes = plan.hidden_size * dtype_bits(to->dtype) / 8;

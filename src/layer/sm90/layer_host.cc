@@ -155,6 +155,7 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
                                             : m.run_over_ranks(stream, rows, out));
   MOESAIC_RETURN_IF_ERROR(synchronize(stream));
   if (m.peers != nullptr) MOESAIC_RETURN_IF_ERROR(m.peers->health());
+  layer::forget_padding(args);
   if (tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(bring_rows("output", out.output, output));
   if (args.shared_output.present()) {
