@@ -168,8 +168,9 @@ struct RankOptions {
   // each rank, and may move between slots while the layer serves: by the layer (begin_rearrange,
   // which needs a communicator where there are several ranks), or by the caller (set_eplb_state).
   // Needs whole experts and linear placement. With kPerSlot no move changes a bit; with kPerRank a
-  // row's parts are added up in another order after one, and a row's place in a call (on a GPU: in its chunk of max_tokens) decides which
-  // copy of an expert it goes to, all within that reduction's bound. The source given to create()
+  // row's parts are added up in another order after one, and a row's place in a call (on a GPU: in
+  // its chunk of max_tokens) decides which copy of an expert it goes to, all within that reduction's
+  // bound. The source given to create()
   // must yield all experts of the layer; it is not kept. On a GPU it needs a communicator, a captured
   // call goes by the maps of the day that it is replayed on, and calls of streams count when they run.
   bool enable_eplb = false;
@@ -496,8 +497,8 @@ class FusedMoE {
   // was. Between GPUs that write into each other's memory (RankEngine::kPeerWindows), and on one GPU,
   // the buffer is device memory, unless it would take more than a quarter of what is free: copies run
   // beside what is enqueued, the call that begins the last ones returns false, and the next one waits
-  // for them; ranks wait for each other in the first call and from that one on. max_transfers (below 1: 1) is the
-  // same on all ranks; kInvalidArgument, on all, where it is not in the first call.
+  // for them; ranks wait for each other in the first call and from that one on. max_transfers (below
+  // 1: 1) is the same on all ranks; kInvalidArgument, on all, where it is not in the first call.
   Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 
   FusedMoE(FusedMoE&&) noexcept;

@@ -30,7 +30,8 @@ struct RunArguments {
 };
 
 void report(const Console& console, const RunArguments& state, const FusedMoE& layer,
-            const LayerOutput& result, const Timing& timing, const NumericsSummary& numerics) {
+            const LayerOutput& result, const Timing& timing, const NumericsSummary& numerics,
+            double bound) {
   const std::int64_t tokens = result.output.shape()[0];
   const std::vector<std::int64_t> load = expert_load(result, layer.spec());
   const double per_second =
@@ -47,7 +48,7 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                   {"samples", timing.samples}}},
                 {"tokens_per_s", finite(per_second)},
                 {"expert_load", load},
-                {"numerics", numerics_json(numerics, layer.activation_bound())},
+                {"numerics", numerics_json(numerics, bound)},
                 {"output", state.output}});
   console.print(describe(layer.spec()) + "\n");
   console.print(fmt::format("{} token(s) on {}, backend {}, arithmetic {}\n", tokens,
@@ -57,7 +58,7 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                             format_us(timing.median_us), format_us(timing.min_us), timing.samples,
                             per_second));
   console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
-  console.print(fmt::format("rounding {}\n", numerics_text(numerics, layer.activation_bound())));
+  console.print(fmt::format("rounding {}\n", numerics_text(numerics, bound)));
   console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n",
                             checkpoint::escape_controls(state.output)));
 }
@@ -133,8 +134,8 @@ int run_layer(RunArguments state) {
     return console.fail(status, Origin::kFile);
   }
   const NumericsSummary numerics = summarize(rows);
-  if (const std::string outside = numerics_warning(numerics, layer->activation_bound());
-      !outside.empty()) {
+  const double bound = with_output_rounding(layer->activation_bound(), dtype);
+  if (const std::string outside = numerics_warning(numerics, bound); !outside.empty()) {
     if (state.strict) {
       return console.fail({StatusCode::kUnsupported, "--strict: " + outside}, Origin::kFile,
                           fmt::format("nothing was written; without --strict the result is, with "
@@ -146,7 +147,7 @@ int run_layer(RunArguments state) {
   if (const Status status = write_layer_output(written, *result); !status.ok()) {
     return console.fail(status, origin_of(written));
   }
-  report(console, state, *layer, *result, *timing, numerics);
+  report(console, state, *layer, *result, *timing, numerics, bound);
   return kExitOk;
 }
 
