@@ -9,6 +9,7 @@ CUDA graphs: modules on a CPU take the first, on a GPU the second.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,13 +25,21 @@ __all__ = ["MoesaicExperts", "drop", "experts", "keep"]
 # drop() may run within keep(): in a finalizer, whenever the garbage collector does.
 _lock = threading.RLock()
 _layers: dict[int, RoutedExperts] = {}
-_numbers = itertools.count(1)
+# torch.export and torch.jit.trace keep the tensor with the number in their programs: one that is loaded in another
+# process must not find that process's layer of the same number. So each process starts somewhere else.
+_numbers = itertools.count((1 << 62) + secrets.randbits(61))
+# An integer is part of the compiled code, which torch finds again on disk only if it is the same in each process.
+_literals = itertools.count(1)
 
 
-def keep(layer: RoutedExperts) -> int:
-    """A number under which the operator finds these experts until drop()."""
+def keep(layer: RoutedExperts, *, literal: bool = False) -> int:
+    """A number under which the operator finds these experts until drop().
+
+    literal: one for the overload ``.int`` in compiled code, which stays in this process. Programs that may leave it
+    (torch.export) get none of these.
+    """
     with _lock:
-        number = next(_numbers)
+        number = next(_literals if literal else _numbers)
         _layers[number] = layer
     return number
 
@@ -39,6 +48,11 @@ def drop(number: int) -> None:
     """Forgets the experts of keep(). Unknown numbers are ignored."""
     with _lock:
         _layers.pop(number, None)
+
+
+def leaves_this_process() -> bool:
+    """Whether what is traced now may be loaded in another process: by torch.export or torch.jit.trace."""
+    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())
 
 
 def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
@@ -109,16 +123,18 @@ class MoesaicExperts(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, layer: RoutedExperts) -> None:
         super().__init__()
         self.layer = layer
-        self._number = keep(layer)
-        self._handle = torch.tensor(self._number, dtype=torch.int64)
+        self._number = keep(layer, literal=True)
+        weakref.finalize(self, drop, self._number)
+        number = keep(layer)
+        weakref.finalize(self, drop, number)
+        self._handle = torch.tensor(number, dtype=torch.int64)
         self._on_cpu = layer.device == "cpu"
-        self._drop = weakref.finalize(self, drop, self._number)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[..., H], [..., k] and [..., k] to [..., H], of the dtype of the hidden states."""
-        handle = self._handle if self._on_cpu else self._number
+        handle = self._handle if self._on_cpu or leaves_this_process() else self._number
         result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, handle)
         return result
 

@@ -380,7 +380,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 max_tokens=options.max_tokens,
                 num_threads=options.num_threads,
             )
-            number = operator.keep(self._moesaic)
+            number = operator.keep(self._moesaic, literal=on_gpu)
             weakref.finalize(self, operator.drop, number)
             self._handle = number if on_gpu else torch.tensor(number, dtype=torch.int64, device="cpu")
             for weight in (w13, w2):

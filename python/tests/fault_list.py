@@ -61,9 +61,16 @@ FILES = {
         "test_torch.py",
         "no_gradient",
     ),
+    "numbers_of_every_process_the_same": (
+        "torch.py",
+        "itertools.count((1 << 62) + secrets.randbits(61))",
+        "itertools.count(1 << 62)",
+        "test_torch.py",
+        "exported_program",
+    ),
     "operator_by_number_on_cpu": (
         "torch.py",
-        "self._handle if self._on_cpu else self._number",
+        "self._handle if self._on_cpu or leaves_this_process() else self._number",
         "self._number",
         "test_torch.py",
         "twelve_layers",
