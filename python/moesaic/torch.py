@@ -73,6 +73,10 @@ def _run_tensor(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, 
 
 
 def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: object) -> torch.Tensor:
+    if hidden.device.type != "meta":
+        for name, tensor in (("topk_ids", ids), ("topk_weights", weights), ("layer", layer)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                raise InvalidArgument(f"{name}: got a tensor on meta, need one on {hidden.device}, as hidden_states is")
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
@@ -127,7 +131,7 @@ class MoesaicExperts(torch.nn.Module):  # type: ignore[misc]
         weakref.finalize(self, drop, self._number)
         number = keep(layer)
         weakref.finalize(self, drop, number)
-        self._handle = torch.tensor(number, dtype=torch.int64)
+        self._handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self._on_cpu = layer.device == "cpu"
 
     def forward(

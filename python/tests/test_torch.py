@@ -75,6 +75,20 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
         module.layer(x, ids, weights)
 
 
+def test_the_operator_refuses_some_tensors_without_memory(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    """PyTorch runs the shape's function where one of them is on meta."""
+    x, ids, weights = tensors(own)
+    with torch.device("meta"):
+        made = mtorch.MoesaicExperts(module.layer)
+    assert torch.equal(made(x, ids, weights), module(x, ids, weights))
+    assert made(*(t.to("meta") for t in (x, ids, weights))).device.type == "meta"
+    for wrong, name in (((ids.to("meta"), weights), "topk_ids"), ((ids, weights.to("meta")), "topk_weights")):
+        with pytest.raises(moesaic.InvalidArgument, match=f"^{name}: got a tensor on meta, need one on cpu"):
+            module(x, *wrong)
+    with pytest.raises(moesaic.InvalidArgument, match="^layer: got a tensor on meta, need one on cpu"):
+        torch.ops.moesaic.experts(x, ids, weights, module._handle.to("meta"))
+
+
 def test_empty_weights_are_not_taken_for_none(own: OwnExperts) -> None:
     with pytest.raises(moesaic.InvalidArgument, match="num_experts: got 0, need at least 1"):
         moesaic.RoutedExperts.from_tensors(torch.zeros(0, 256, 128), torch.zeros(0, 128, 128), 2)
