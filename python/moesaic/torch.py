@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ._core import RoutedExperts
 from ._errors import DeviceError, InvalidArgument, Unsupported
@@ -80,10 +81,40 @@ def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer:
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
-def _no_backward(ctx: Any, gradient: torch.Tensor) -> None:
-    raise Unsupported(
-        "moesaic::experts is for inference only: it has no gradient (use torch.no_grad(), or the model's own experts for training)"
-    )
+class _NoGradient(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        raise Unsupported(
+            "moesaic::experts is for inference only: it has no gradient (use torch.no_grad(), or the model's own experts for training)"
+        )
+
+
+def _above_autograd(operator: Any) -> Callable[..., torch.Tensor]:
+    """What torch.library.register_autograd() would register, which lets tangents of forward mode become zeros."""
+
+    def kernel(keyset: Any, *arguments: Any) -> torch.Tensor:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        # Without a level, as nearly always, none has a tangent.
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise Unsupported(
+                "moesaic::experts is for inference only: it has no derivative in forward mode (use the model's own experts)"
+            )
+
+        def run() -> torch.Tensor:
+            with torch._C._AutoDispatchBelowAutograd():
+                result: torch.Tensor = operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+                return result
+
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            made: torch.Tensor = _NoGradient.apply(run, *tensors)
+            return made
+        return run()
+
+    return kernel
 
 
 _library = torch.library.Library("moesaic", "DEF")
@@ -98,9 +129,10 @@ for _name, _function in _implementations:
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _function, _key)
     torch.library.register_fake(f"moesaic::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"moesaic::{_name}", _no_backward, lib=_library)
 
 experts: Any = torch.ops.moesaic.experts
+for _operator in (experts.default, experts.int):
+    _library.impl(_operator, _above_autograd(_operator), "Autograd", with_keyset=True)
 
 
 _UNSAVED = "are packed and can't be saved; keep what the model was made from, or restore() what accelerate(release=False) replaced"

@@ -228,6 +228,28 @@ def test_there_is_no_gradient(own: OwnExperts, module: mtorch.MoesaicExperts) ->
         y.sum().backward()
 
 
+def test_there_is_no_derivative_in_forward_mode(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+
+    def run(rows: Any, factors: Any) -> Any:
+        return module(rows, ids, factors) + rows
+
+    ones = torch.ones_like(x), torch.ones_like(weights)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(run(x, weights), module(x, ids, weights) + x), "inputs without tangents"
+        for pair in ((forward_ad.make_dual(x, ones[0]), weights), (x, forward_ad.make_dual(weights, ones[1]))):
+            with pytest.raises(moesaic.Unsupported, match="no derivative in forward mode"):
+                run(*pair)
+    for derive in (
+        lambda: torch.func.jvp(run, (x, weights), ones),
+        lambda: torch.func.jacfwd(run, argnums=1)(x, weights),
+        lambda: torch.func.jvp(lambda rows: mtorch.experts(rows, ids, weights, module._number), (x,), ones[:1]),
+    ):
+        with pytest.raises(moesaic.Unsupported, match="no derivative in forward mode"):
+            derive()
+
+
 def test_one_graph_for_all_lengths(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
