@@ -23,6 +23,7 @@ from typing import Any
 import moesaic
 
 from ._errors import Unsupported
+from ._released import check_not_released, release
 
 __all__ = ["NAME", "register"]
 
@@ -107,6 +108,8 @@ class Experts:
     def _pack(self, quant_info: Any) -> None:
         torch: Any = importlib.import_module("torch")
         w13, w2 = quant_info.w13_weight, quant_info.w2_weight
+        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+            check_not_released(name, weight)
         on_gpu = w13.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
@@ -128,8 +131,7 @@ class Experts:
             gate_up=sides,
             device=str(w13.device),
         )
-        for weight in (w13, w2):
-            weight.data = weight.data.new_empty(1).expand(weight.shape)
+        release(w13, w2)
         if on_gpu:
             torch.cuda.empty_cache()
         _log.info("experts packed: %r", self._layer)

@@ -31,6 +31,7 @@ from typing import Any
 import moesaic
 
 from ._errors import Error, InvalidArgument, Unsupported
+from ._released import check_not_released, release
 
 __all__ = ["Options", "register", "supported_versions"]
 
@@ -352,6 +353,8 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
             """Packs the experts and releases vLLM's storage of them; shapes stay."""
             if self._moesaic is not None:
                 raise Unsupported("the experts are packed already; their weights cannot be updated")
+            for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+                check_not_released(name, weight)
             on_gpu = w13.device.type == "cuda"
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
@@ -383,9 +386,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
             number = operator.keep(self._moesaic, literal=on_gpu)
             weakref.finalize(self, operator.drop, number)
             self._handle = number if on_gpu else torch.tensor(number, dtype=torch.int64, device="cpu")
-            for weight in (w13, w2):
-                shape = weight.shape
-                weight.data = weight.data.new_empty(1).expand(shape)
+            release(w13, w2)
             if on_gpu:
                 torch.cuda.empty_cache()
             _log.info("experts packed: %r", self._moesaic)

@@ -192,6 +192,9 @@ def test_run(engine, interleaved, factor):
     assert info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
     again = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert torch.equal(out, again)
+    second = engine.cores["moesaic"](make_config(routed_scaling_factor=factor))
+    with pytest.raises(moesaic.Unsupported, match="w13_weight: got weights that were released"):
+        second.run_from_dispatch(dispatch(x, ids, weights), info, second.config)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,27 @@ def test_experts_go_with_their_layer(engine: None) -> None:
     assert number not in operator._layers
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_released_weights_are_not_packed(engine: None, dtype: Any) -> None:
+    """A second kernel on the same parameters, as for an engine that imports them from another."""
+    first, second = Layer(), Layer()
+    first.pack()
+    held = first.held.w13_weight
+    assert held.shape == second.held.w13_weight.shape and held.untyped_storage().nbytes() == 2 and held.isnan().all()
+    second.held = first.held
+    x, weights, ids = batch(4)
+    for pack in (second.pack, lambda: second(x, weights, ids)):
+        with pytest.raises(moesaic.Unsupported, match="w13_weight: got weights that were released"):
+            pack()
+    first.held.w13_weight = torch.nn.Parameter(first.w13, requires_grad=False)
+    with pytest.raises(moesaic.Unsupported, match="w2_weight: got weights that were released"):
+        second.pack()
+    released = importlib.import_module("moesaic._released")
+    codes = torch.nn.Parameter(torch.ones(2, 3).to(dtype), requires_grad=False)
+    released.release(codes)
+    assert codes.dtype == dtype and codes.shape == (2, 3) and codes.untyped_storage().nbytes() == codes.element_size()
+
+
 def test_a_rank_with_fewer_experts_than_a_token_has_is_left_to_vllm(engine: None) -> None:
     """Expert parallelism with many ranks: what is not refused is packed."""
     assert "got 1 on this rank for 2 of a token" in Layer(experts=1).refusal
