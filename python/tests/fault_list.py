@@ -8,6 +8,7 @@ BINDING = {
     "python_lost_pool_not_noticed": ("test_errors.py", "forked_child_makes"),
     "python_ids_beyond_kept": ("test_layers.py", "ids_beyond"),
     "python_out_shape_unchecked": ("test_layers.py", "misuse"),
+    "python_leading_dims_unchecked": ("test_layers.py", "rows_are_those"),
     "python_narrow_weights_lost": ("test_torch.py", "narrow"),
     "python_trace_weights_unwritten": ("test_layers.py", "trace"),
     "python_gate_up_as_stored": ("test_layers.py", "arrangements"),
