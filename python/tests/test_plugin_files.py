@@ -246,4 +246,8 @@ def test_sglang(root):
             "layer",
             "moe_runner_config",
         ]
+    layer = File(srt / "layers/moe/fused_moe_triton/layer.py").nodes["FusedMoE.__init__"]
+    stated = [ast.unparse(node) for node in layer.body]
+    made = stated.index("self.quant_method.create_moe_runner(self, self.moe_runner_config)")
+    assert stated[made + 1] == "self.runner_backend = self.quant_method.get_moe_runner_backend(self)"
     assert "sglang.srt.plugins" in (srt / "plugins/__init__.py").read_text()
