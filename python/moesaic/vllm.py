@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
@@ -480,6 +481,40 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
     return cls
 
 
+# Methods that make a kernel after loading and, unlike vLLM's other methods, don't let it prepare its weights.
+_SILENT_METHODS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+
+
+def _prepare_after_loading() -> None:
+    """Lets these methods end with the packing of their kernel where it is ours.
+
+    Otherwise the first call packs, which cannot be compiled, as vLLM compiles whole models on CPUs. Called while
+    a method chooses its kernel: its class is there by then. Idempotent.
+    """
+    try:
+        base: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe_method_base")
+        classes = [base.FusedMoEMethodBase]
+    except (ImportError, AttributeError):
+        return  # the first call packs
+    for cls in classes:
+        classes += cls.__subclasses__()
+        method = vars(cls).get("process_weights_after_loading")
+        if cls.__name__ in _SILENT_METHODS and method is not None and not hasattr(method, "_moesaic"):
+            cls.process_weights_after_loading = _followed_by_packing(method)
+
+
+def _followed_by_packing(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(method)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        method(self, layer)
+        experts: Any = getattr(getattr(self, "moe_kernel", None), "fused_experts", None)
+        if type(experts) in _classes.values() and experts._moesaic is None:
+            experts.process_weights_after_loading(layer)
+
+    process_weights_after_loading._moesaic = True  # type: ignore[attr-defined]
+    return process_weights_after_loading
+
+
 def _hook(oracle: _Oracle) -> Callable[[], None]:
     """Checks one oracle and returns what hooks it.
 
@@ -525,6 +560,7 @@ def _hook(oracle: _Oracle) -> Callable[[], None]:
         choice, _armed.choice = _armed.choice, None
         if choice is None or choice[0] is not backend:
             return theirs
+        _prepare_after_loading()
         return [choice[1], *theirs]
 
     priority_backends._moesaic = kernel_classes._moesaic = True  # type: ignore[attr-defined]

@@ -76,6 +76,13 @@ FILES = {
         "test_torch.py",
         "exported_program",
     ),
+    "released_weights_packed": (
+        "_released.py",
+        "if parameter.numel() > 1 and not any(parameter.stride()):",
+        "if False:",
+        "test_vllm_stubs.py",
+        "released",
+    ),
     "operator_by_number_on_cpu": (
         "torch.py",
         "self._handle if self._on_cpu or leaves_this_process() else self._number",
