@@ -8,9 +8,11 @@ SGLang's own `register_moe_runner_core`, and lets the two methods that hold expe
 store them (plain and FP8) make that runner where the name was asked for. Without the name nothing
 changes.
 
-bf16 and FP8 in 128x128 blocks or per channel, on GPUs: on a CPU SGLang's methods don't ask a
+Plain experts and FP8 in 128x128 blocks, on GPUs: on a CPU SGLang's methods don't ask a
 runner. A layer that Moesaic does not take ends the start of the server with the reason: the name
-was asked for.
+was asked for. That is when the layer is made for its sizes, activation and method of quantisation
+(of which all but these two have a runner of their own), and in the first call, which packs the
+weights and which a server makes before it is ready, for the rest.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import moesaic
 
 from ._errors import Unsupported
+from ._released import check_not_released, release
 
 __all__ = ["NAME", "register"]
 
@@ -38,6 +41,8 @@ _METHODS = (
     "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod",
     "sglang.srt.layers.quantization.fp8.Fp8MoEMethod",
 )
+# The layer, of which one that chose another runner is refused: many methods don't ask which one is wanted.
+_LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 
 
 def _activation(config: Any, fused_interleaved: bool) -> tuple[Any, str]:
@@ -107,6 +112,8 @@ class Experts:
     def _pack(self, quant_info: Any) -> None:
         torch: Any = importlib.import_module("torch")
         w13, w2 = quant_info.w13_weight, quant_info.w2_weight
+        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+            check_not_released(name, weight)
         on_gpu = w13.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
@@ -128,8 +135,7 @@ class Experts:
             gate_up=sides,
             device=str(w13.device),
         )
-        for weight in (w13, w2):
-            weight.data = weight.data.new_empty(1).expand(weight.shape)
+        release(w13, w2)
         if on_gpu:
             torch.cuda.empty_cache()
         _log.info("experts packed: %r", self._layer)
@@ -222,5 +228,15 @@ def register() -> None:
             method._owns_moe_runner = True
         return result
 
+    def check_used(result: Any, layer: Any, *_: Any, **__: Any) -> Any:
+        used = layer.runner_backend
+        if utils.get_moe_runner_backend().value != NAME or getattr(used, "value", None) == NAME:
+            return result
+        raise Unsupported(
+            f"quantization: got {type(layer.quant_method).__name__}, which computes experts by "
+            f"{getattr(used, 'value', 'kernels of its own')} whatever runner is asked for; need plain or FP8 experts"
+        )
+
     for target in _METHODS:
         register_hook(f"{target}.create_moe_runner", use_ours, after)
+    register_hook(f"{_LAYER}.__init__", check_used, after)

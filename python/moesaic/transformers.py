@@ -31,7 +31,7 @@ from . import _recognise
 from ._core import RoutedExperts
 from ._errors import Error, InvalidArgument
 from ._from_pretrained import from_pretrained
-from .torch import MoesaicExperts, drop, experts, keep, refuse_saving
+from .torch import MoesaicExperts, drop, experts, keep, leaves_this_process, refuse_saving
 
 __all__ = ["Report", "Row", "accelerate", "from_pretrained", "prepare", "repack", "restore"]
 
@@ -81,13 +81,15 @@ class _Packed:
         self.layer = layer
         self.stamp = stamp
         self.samples = samples
-        self.number = keep(layer)
-        # In the form that the operator takes on this device; see moesaic.torch.
-        on_cpu = layer.device == "cpu"
-        self.handle: Any = torch.tensor(self.number, dtype=torch.int64, device="cpu") if on_cpu else self.number
+        # In the forms that the operator takes; see moesaic.torch.
+        self.literal, number = keep(layer, literal=True), keep(layer)
+        self.numbers = (self.literal, number)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self.on_cpu = layer.device == "cpu"
 
     def __del__(self) -> None:
-        drop(self.number)
+        for number in self.numbers:
+            drop(number)
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # a copied module packs for itself
@@ -166,7 +168,8 @@ def _experts_forward(
         raise RuntimeError(
             "moesaic: these experts are not packed yet; call moesaic.transformers.prepare(model) before compiling"
         )
-    result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, state.handle)
+    handle = state.handle if state.on_cpu or leaves_this_process() else state.literal
+    result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, handle)
     return result
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
@@ -31,6 +32,7 @@ from typing import Any
 import moesaic
 
 from ._errors import Error, InvalidArgument, Unsupported
+from ._released import check_not_released, release
 
 __all__ = ["Options", "register", "supported_versions"]
 
@@ -352,6 +354,8 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
             """Packs the experts and releases vLLM's storage of them; shapes stay."""
             if self._moesaic is not None:
                 raise Unsupported("the experts are packed already; their weights cannot be updated")
+            for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+                check_not_released(name, weight)
             on_gpu = w13.device.type == "cuda"
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
@@ -380,12 +384,10 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 max_tokens=options.max_tokens,
                 num_threads=options.num_threads,
             )
-            number = operator.keep(self._moesaic)
+            number = operator.keep(self._moesaic, literal=on_gpu)
             weakref.finalize(self, operator.drop, number)
             self._handle = number if on_gpu else torch.tensor(number, dtype=torch.int64, device="cpu")
-            for weight in (w13, w2):
-                shape = weight.shape
-                weight.data = weight.data.new_empty(1).expand(shape)
+            release(w13, w2)
             if on_gpu:
                 torch.cuda.empty_cache()
             _log.info("experts packed: %r", self._moesaic)
@@ -479,6 +481,40 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
     return cls
 
 
+# Methods that make a kernel after loading and, unlike vLLM's other methods, don't let it prepare its weights.
+_SILENT_METHODS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+
+
+def _prepare_after_loading() -> None:
+    """Lets these methods end with the packing of their kernel where it is ours.
+
+    Otherwise the first call packs, which cannot be compiled, as vLLM compiles whole models on CPUs. Called while
+    a method chooses its kernel: its class is there by then. Idempotent.
+    """
+    try:
+        base: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe_method_base")
+        classes = [base.FusedMoEMethodBase]
+    except (ImportError, AttributeError):
+        return  # the first call packs
+    for cls in classes:
+        classes += cls.__subclasses__()
+        method = vars(cls).get("process_weights_after_loading")
+        if cls.__name__ in _SILENT_METHODS and method is not None and not hasattr(method, "_moesaic"):
+            cls.process_weights_after_loading = _followed_by_packing(method)
+
+
+def _followed_by_packing(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(method)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        method(self, layer)
+        experts: Any = getattr(getattr(self, "moe_kernel", None), "fused_experts", None)
+        if type(experts) in _classes.values() and experts._moesaic is None:
+            experts.process_weights_after_loading(layer)
+
+    process_weights_after_loading._moesaic = True  # type: ignore[attr-defined]
+    return process_weights_after_loading
+
+
 def _hook(oracle: _Oracle) -> Callable[[], None]:
     """Checks one oracle and returns what hooks it.
 
@@ -524,6 +560,7 @@ def _hook(oracle: _Oracle) -> Callable[[], None]:
         choice, _armed.choice = _armed.choice, None
         if choice is None or choice[0] is not backend:
             return theirs
+        _prepare_after_loading()
         return [choice[1], *theirs]
 
     priority_backends._moesaic = kernel_classes._moesaic = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 #include "errors.h"
 
 #include <fmt/format.h>
+#include <nanobind/stl/string.h>
 
 #include <atomic>
 #include <mutex>

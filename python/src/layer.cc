@@ -1,5 +1,6 @@
 #include "layer.h"
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -24,22 +25,31 @@ Scratch& scratch() {
   return s;
 }
 
-// Small integer tensors as I32, with ids from `beyond` on (if positive) as -1.
+std::int64_t integer_at(const ConstTensorView& t, std::int64_t i) {
+  if (t.dtype == DType::kI64) return t.as<std::int64_t>()[i];
+  return t.dtype == DType::kU32 ? std::int64_t{t.as<std::uint32_t>()[i]}
+                                : std::int64_t{t.as<std::int32_t>()[i]};
+}
+
+bool is_integer(DType dtype) {
+  return dtype == DType::kI32 || dtype == DType::kI64 || dtype == DType::kU32;
+}
+
+// Ids of experts as I32, with those from `beyond` on as -1.
 ConstTensorView as_i32(std::string_view field, const ConstTensorView& t, std::int64_t beyond,
                        std::vector<std::int32_t>* buffer) {
   check(expect_contiguous(field, t));
   const std::int64_t count = unwrap(t.shape.num_elements());
   buffer->resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t value =
-        t.dtype == DType::kI64 ? t.as<std::int64_t>()[i] : t.as<std::int32_t>()[i];
+    const std::int64_t value = integer_at(t, i);
     const bool fits = value >= -1 && value <= std::int64_t{0x7FFFFFFF};
     if (!fits) {
       raise(StatusCode::kInvalidArgument,
             fmt::format("{}: got {} at element {}, need -1 to 2^31-1", field, value, i));
     }
     (*buffer)[static_cast<std::size_t>(i)] =
-        beyond > 0 && value >= beyond && !MOESAIC_FAULT(python_ids_beyond_kept)
+        value >= beyond && !MOESAIC_FAULT(python_ids_beyond_kept)
             ? -1
             : static_cast<std::int32_t>(value);
   }
@@ -61,6 +71,14 @@ ConstTensorView as_f32(std::string_view field, const ConstTensorView& t,
 
 bool is_narrow(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
 
+ConstTensorView flat(std::string_view field, const TensorView& t) {
+  check(expect_contiguous(field, t));
+  ConstTensorView v = t;
+  v.shape = Shape{unwrap(t.shape.num_elements())};
+  v.strides = {1};
+  return v;
+}
+
 // Fills the arguments from the caller's tensors; `keep` holds what views point into.
 struct Call {
   TensorArg x, logits, ids, weights, tokens, mask, out, shared;
@@ -76,44 +94,49 @@ struct Call {
         out("out", t.out),
         shared("shared_out", t.shared_out) {
     if (!x.present()) raise(StatusCode::kInvalidArgument, "hidden_states: got None, need a tensor");
-    const bool host = !x.view().device.is_cuda();
     args.hidden_states = as_rows("hidden_states", x.view());
-    if (logits.present()) args.router_logits = as_rows("router_logits", logits.view());
+    if (logits.present()) args.router_logits = rows_of_x("router_logits", logits.view());
     if (ids.present()) {
-      args.topk_ids = as_rows("topk_ids", ids.view());
-      const bool integer = ids.view().dtype == DType::kI32 || ids.view().dtype == DType::kI64;
-      if (host && self.drop_beyond && integer) {
+      args.topk_ids = rows_of_x("topk_ids", ids.view());
+      if (on_host(ids) && self.drop_beyond && is_integer(ids.view().dtype)) {
         args.topk_ids =
             as_i32("topk_ids", args.topk_ids, self.layer.spec().num_experts, &scratch().ids);
       }
     }
     if (weights.present()) {
-      args.topk_weights = as_rows("topk_weights", weights.view());
-      if (host && is_narrow(weights.view().dtype)) {
+      args.topk_weights = rows_of_x("topk_weights", weights.view());
+      if (on_host(weights) && is_narrow(weights.view().dtype)) {
         args.topk_weights = as_f32("topk_weights", args.topk_weights, &scratch().weights);
       }
     }
+    if (mask.present()) args.padding_mask = padding_of(mask.view());
     if (tokens.present()) {
-      args.input_ids = flat("input_ids", tokens.view());
-      if (host && tokens.view().dtype == DType::kI64) {
-        args.input_ids = as_i32("input_ids", args.input_ids, 0, &scratch().tokens);
-      }
-    }
-    if (mask.present()) {
-      args.padding_mask = flat("padding_mask", mask.view());
-      if (mask.view().dtype == DType::kBool) args.padding_mask.dtype = DType::kU8;
+      const bool used = self.layer.spec().routing.method == RoutingMethod::kHash && !ids.present();
+      args.input_ids = token_ids(tokens.view(), args.padding_mask, used, &scratch().tokens);
     }
     if (shared.present()) {
-      args.shared_output = as_rows("shared_out", shared.writable("shared_out"));
+      args.shared_output = rows_of_x("shared_out", shared.writable("shared_out"));
     }
   }
 
-  static ConstTensorView flat(std::string_view field, const TensorView& t) {
-    check(expect_contiguous(field, t));
-    ConstTensorView v = t;
-    v.shape = Shape{unwrap(t.shape.num_elements())};
-    v.strides = {1};
-    return v;
+  static bool on_host(const TensorArg& t) { return !t.view().device.is_cuda(); }
+
+  // as_rows of a tensor that has a row for each of the hidden states. Where both say more than their
+  // number they say the same: the rows of [3, 2, ...] are not those of [2, 3, ...].
+  TensorView rows_of_x(std::string_view field, const TensorView& t) const {
+    const Shape& mine = t.shape;
+    const Shape& theirs = x.view().shape;
+    const std::size_t rank = mine.dims().size(), need = theirs.dims().size();
+    if (rank > 2 && need > 2 && !MOESAIC_FAULT(python_leading_dims_unchecked)) {
+      std::vector<std::int64_t> wanted(theirs.dims().begin(), theirs.dims().end());
+      wanted.back() = mine.dims().back();
+      if (!std::equal(wanted.begin(), wanted.end(), mine.dims().begin(), mine.dims().end())) {
+        raise(StatusCode::kInvalidShape,
+              fmt::format("{}: got {}, need {}, with the rows of hidden_states", field,
+                          mine.to_string(), unwrap(Shape::from(wanted)).to_string()));
+      }
+    }
+    return as_rows(field, t);
   }
 };
 
@@ -134,6 +157,32 @@ class TraceTensors {
 };
 
 }  // namespace
+
+ConstTensorView padding_of(const TensorView& mask) {
+  ConstTensorView rows = flat("padding_mask", mask);
+  if (rows.dtype == DType::kBool) rows.dtype = DType::kU8;
+  return rows;
+}
+
+ConstTensorView token_ids(const TensorView& tokens, const ConstTensorView& padding, bool used,
+                          std::vector<std::int32_t>* buffer) {
+  const ConstTensorView ids = flat("input_ids", tokens);
+  if (ids.device.is_cuda() || (ids.dtype != DType::kI64 && ids.dtype != DType::kU32)) return ids;
+  const std::int64_t count = ids.dim(0);
+  const bool padded = padding.present() && !padding.device.is_cuda() &&
+                      padding.dtype == DType::kU8 && padding.dim(0) == count;
+  buffer->resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t id = integer_at(ids, i);
+    const bool fits = id == static_cast<std::int32_t>(id);
+    if (!fits && used && !(padded && padding.as<std::uint8_t>()[i] != 0)) {
+      raise(StatusCode::kInvalidArgument,
+            fmt::format("input_ids: got {} at [{}], need 0 to 2^31-1", id, i));
+    }
+    (*buffer)[static_cast<std::size_t>(i)] = fits ? static_cast<std::int32_t>(id) : -1;
+  }
+  return {reinterpret_cast<const std::byte*>(buffer->data()), DType::kI32, ids.shape};
+}
 
 nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, bool trace,
                bool copy) {

@@ -12,11 +12,13 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "callbacks.h"
 #include "fork.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/fused_moe.h"
+#include "moesaic/tensor.h"
 
 namespace moesaic::python {
 
@@ -37,6 +39,13 @@ struct CallTensors {
 // tensors.h, stream_of. `copy`: host tensors may go to a layer on a GPU and back. Raises.
 nanobind::object run(const Layer& self, const CallTensors& tensors, nanobind::handle stream,
                      bool trace, bool copy);
+
+// Of a call: a mask of rows, Bool or U8, as U8 [M].
+ConstTensorView padding_of(const TensorView& mask);
+// Of a call: ids of tokens [M], those of I64 and U32 on a CPU as I32 in `buffer`. Values that I32 does not
+// have are -1 in rows of padding and where they are not `used`, kInvalidArgument else. Raises.
+ConstTensorView token_ids(const TensorView& tokens, const ConstTensorView& padding, bool used,
+                          std::vector<std::int32_t>* buffer);
 
 // Whether a layer can be made, as far as that is known without its weights: what create says of the
 // options, and kUnsupported where no backend takes it. Needs no GIL.

@@ -11,6 +11,7 @@
 
 #include "errors.h"
 #include "fork.h"
+#include "layer.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/gate.h"
 #include "moesaic/router.h"
@@ -100,25 +101,12 @@ nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle 
   args.router_logits = as_rows("router_logits", logits.view());
   const std::int64_t rows = args.router_logits.dim(0);
   if (x.present()) args.hidden_states = as_rows("hidden_states", x.view());
+  if (mask.present()) args.padding_mask = padding_of(mask.view());
   // Grows to the largest call of this thread.
   thread_local std::vector<std::int32_t> narrow;
   if (tokens.present()) {
-    args.input_ids = tokens.view();
-    if (tokens.view().dtype == DType::kI64 && !tokens.view().device.is_cuda()) {
-      narrow.clear();
-      check(expect_contiguous("input_ids", tokens.view()));
-      const std::int64_t count = unwrap(tokens.view().shape.num_elements());
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t id = tokens.view().as<std::int64_t>()[i];
-        // Far outside every table: the library says where.
-        narrow.push_back(id < 0 || id > 0x7FFFFFFF ? -1 : static_cast<std::int32_t>(id));
-      }
-      args.input_ids = {reinterpret_cast<const std::byte*>(narrow.data()), DType::kI32, {count}};
-    }
-  }
-  if (mask.present()) {
-    args.padding_mask = mask.view();
-    if (mask.view().dtype == DType::kBool) args.padding_mask.dtype = DType::kU8;
+    const bool used = self.router.spec().method == RoutingMethod::kHash;
+    args.input_ids = token_ids(tokens.view(), args.padding_mask, used, &narrow);
   }
   const std::array<std::int64_t, 2> slots = {rows, self.router.slots()};
   const nb::object weights = logits.like(DType::kF32, slots, &args.topk_weights);

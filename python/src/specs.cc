@@ -194,8 +194,8 @@ int threads_of(nb::handle num_threads) {
 
 Device device_of(nb::handle device) {
   if (device.is_none()) return Device::cpu();
-  return unwrap(
-      parse_device(nb::cast<std::string>(nb::str(device))));  // torch.device says "cuda:0" too
+  const auto text = nb::cast<std::string>(nb::str(device));  // torch.device says "cuda:0" too
+  return text == "cpu:0" ? Device::cpu() : unwrap(parse_device(text));
 }
 
 void bind_specs(nb::module_& m) {

@@ -1,5 +1,6 @@
 #include "weight_loader.h"
 
+#include <fmt/format.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -43,7 +44,10 @@ WeightLoader::Options loader_options(nb::handle names, bool experts_only, nb::ha
   return options;
 }
 
-// The same without numbers that JSON lacks: they are written as transformers 5 writes them to files.
+nb::object json_items(nb::handle value);
+
+// The same of plain dicts and lists, without numbers that JSON lacks: they are written as transformers 5
+// writes them to files.
 nb::object json_value(nb::handle value) {
   if (PyFloat_Check(value.ptr())) {
     const double number = PyFloat_AsDouble(value.ptr());
@@ -52,25 +56,52 @@ nb::object json_value(nb::handle value) {
     named["__float__"] = std::isnan(number) ? "NaN" : number > 0 ? "Infinity" : "-Infinity";
     return named;
   }
-  if (PyDict_Check(value.ptr())) {
-    nb::dict made;
-    for (const auto& [key, item] : nb::borrow<nb::dict>(value)) made[key] = json_value(item);
-    return made;
+  if (PyUnicode_Check(value.ptr()) || PyLong_Check(value.ptr()) || value.is_none()) {
+    return nb::borrow(value);
   }
+  if (Py_EnterRecursiveCall(" in a configuration") != 0) throw nb::python_error();
+  try {
+    nb::object made = json_items(value);
+    Py_LeaveRecursiveCall();
+    return made;
+  } catch (...) {
+    Py_LeaveRecursiveCall();
+    throw;
+  }
+}
+
+nb::object json_items(nb::handle value) {
   if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
     nb::list made;
     for (const nb::handle item : value) made.append(json_value(item));
     return made;
   }
-  return nb::borrow(value);
+  const nb::object mapping = nb::module_::import_("collections.abc").attr("Mapping");
+  const int is_mapping = PyObject_IsInstance(value.ptr(), mapping.ptr());
+  if (is_mapping < 0) throw nb::python_error();
+  if (is_mapping == 0) return nb::borrow(value);
+  nb::dict made;
+  for (const nb::handle item : nb::object(value.attr("items")())) {
+    made[nb::object(item[0])] = json_value(nb::object(item[1]));
+  }
+  return made;
 }
 
 // JSON's text, or what it holds.
 std::string json_text(std::string_view field, nb::handle json) {
-  const bool text = nb::isinstance<nb::str>(json);
-  const nb::object written =
-      text ? nb::borrow(json) : nb::module_::import_("json").attr("dumps")(json_value(json));
-  return cast_as<std::string>(field, written, "text, or what it holds");
+  constexpr std::string_view kNeed = "text, or what it holds";
+  if (nb::isinstance<nb::str>(json)) return cast_as<std::string>(field, json, kNeed);
+  const nb::object value = json_value(json);
+  nb::object written;
+  try {
+    written = nb::module_::import_("json").attr("dumps")(value);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+    const std::string said = nb::str(nb::handle(error.value())).c_str();
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("{}: got what JSON does not have ({}), need {}", field, said, kNeed));
+  }
+  return cast_as<std::string>(field, written, kNeed);
 }
 
 LoaderObject* loader_of(Result<WeightLoader> made, const WeightLoader::Options& options) {

@@ -170,10 +170,60 @@ def test_ids_beyond_are_dropped_where_asked_for(own: OwnExperts) -> None:
         strict(own.x, own.ids, own.weights)
     own.ids[0, 1] = 2**31 - 1
     assert np.array_equal(layer(own.x, own.ids, own.weights), result)
-    own.ids = own.ids.astype(np.int64)
-    own.ids[0, 1] = 2**31
-    with pytest.raises(moesaic.InvalidArgument, match=r"need -1 to 2\^31-1"):
-        layer(own.x, own.ids, own.weights)
+    for dtype in (np.int64, np.uint32):
+        own.ids = own.ids.astype(dtype)
+        own.ids[0, 1] = 2**31 - 1
+        assert np.array_equal(layer(own.x, own.ids, own.weights), result)
+        own.ids[0, 1] = 2**31
+        with pytest.raises(moesaic.InvalidArgument, match=r"got 2147483648 .* need -1 to 2\^31-1"):
+            layer(own.x, own.ids, own.weights)
+
+
+def test_rows_are_those_of_the_hidden_states(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    x, ids, weights = own.x[:6], own.ids[:6], own.weights[:6]
+    want = layer(x, ids, weights)
+    cube = [t.reshape(2, 3, -1) for t in (x, ids, weights)]
+    assert np.array_equal(layer(*cube).reshape(6, -1), want)
+    assert np.array_equal(layer(cube[0], ids, weights).reshape(6, -1), want)
+    assert np.array_equal(layer(x, *cube[1:]), want)
+    for name, at in (("topk_ids", 1), ("topk_weights", 2)):
+        wrong = list(cube)
+        wrong[at] = wrong[at].reshape(3, 2, -1)
+        with pytest.raises(moesaic.InvalidShape, match=rf"^{name}: got \[3, 2, 2\], need \[2, 3, 2\], with the rows"):
+            layer(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+def test_tokens_and_padding_have_any_shape(dtype: type) -> None:
+    rng = np.random.default_rng(3)
+    table = rng.integers(0, 8, (100, 2), dtype=np.int32)
+    router = moesaic.Router(num_experts=8, top_k=2, method="hash", scoring="sqrtsoftplus", hash_table=table)
+    logits = rng.standard_normal((2, 3, 8)).astype(np.float32)
+    tokens = rng.integers(0, 100, (2, 3)).astype(dtype)
+    padding = np.array([[False, True, False], [False, False, True]])
+    weights, ids = router(logits, input_ids=tokens)
+    assert np.array_equal(ids, table[tokens.reshape(-1)])
+    for mask in (padding, padding.reshape(-1), padding.astype(np.uint8)):
+        for given in (tokens, tokens.reshape(-1)):
+            shown = router(logits, input_ids=given, padding_mask=mask)
+            kept = ~padding.reshape(-1)
+            assert np.array_equal(shown[0][kept], weights[kept]) and np.array_equal(shown[1][kept], ids[kept])
+            assert np.all(shown[1][~kept] == -1)
+    for value in (-5, 1234, 2**33):
+        if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+            continue
+        tokens[0, 1] = value
+        with pytest.raises(moesaic.InvalidArgument, match=rf"^input_ids.*: got {value}\b.*, need 0 to"):
+            router(logits, input_ids=tokens)
+        router(logits, input_ids=tokens, padding_mask=padding)  # it is no token there
+
+
+def test_the_cpu_has_two_names(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, device="cpu:0")
+    assert layer.device == "cpu"
+    with pytest.raises(moesaic.InvalidArgument, match='got "cpu:1", need cpu'):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, device="cpu:1")
 
 
 def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:

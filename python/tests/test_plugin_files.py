@@ -180,6 +180,24 @@ def test_vllm_configuration(root):
     assert "vllm.general_plugins" in (root / "plugins/__init__.py").read_text()
 
 
+@each("vllm")
+def test_vllm_methods_that_leave_kernels_alone(root):
+    base = File(root / LAYERS / "fused_moe/fused_moe_method_base.py")
+    assert "self.moe_kernel: mk.FusedMoEKernel | None" in ast.unparse(base.nodes["FusedMoEMethodBase.__init__"])
+    kernel = File(root / LAYERS / "fused_moe/modular_kernel.py")
+    assert "self.fused_experts = fused_experts" in ast.unparse(kernel.nodes["FusedMoEKernelModularImpl.__init__"])
+    assert "FusedMoEKernel.fused_experts" in kernel.nodes
+    for file, name in (
+        ("fp8.py", "Fp8MoEMethod"),
+        (
+            "compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py",
+            "CompressedTensorsW8A8Fp8MoEMethod",
+        ),
+    ):
+        method = File(root / LAYERS / "quantization" / file)
+        assert method.arguments(f"{name}.process_weights_after_loading") == ["self", "layer"]
+
+
 @each("sglang")
 def test_sglang(root):
     srt = root / "srt"
@@ -246,4 +264,8 @@ def test_sglang(root):
             "layer",
             "moe_runner_config",
         ]
+    layer = File(srt / "layers/moe/fused_moe_triton/layer.py").nodes["FusedMoE.__init__"]
+    stated = [ast.unparse(node) for node in layer.body]
+    made = stated.index("self.quant_method.create_moe_runner(self, self.moe_runner_config)")
+    assert stated[made + 1] == "self.runner_backend = self.quant_method.get_moe_runner_backend(self)"
     assert "sglang.srt.plugins" in (srt / "plugins/__init__.py").read_text()

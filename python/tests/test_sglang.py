@@ -139,11 +139,12 @@ def test_register(engine):
     engine.plugin.register()
     engine.plugin.register()
     assert engine.choices == ["moesaic"] and set(engine.cores) == {"moesaic"}
-    assert {t.rsplit(".", 2)[1] for t in engine.hooks} == {
-        "UnquantizedFusedMoEMethod",
-        "Fp8MoEMethod",
+    assert {".".join(t.rsplit(".", 2)[1:]) for t in engine.hooks} == {
+        "UnquantizedFusedMoEMethod.create_moe_runner",
+        "Fp8MoEMethod.create_moe_runner",
+        "FusedMoE.__init__",
     }
-    assert all(t.endswith(".create_moe_runner") and k is HookType.AFTER for t, (_, k) in engine.hooks.items())
+    assert all(kind is HookType.AFTER for _, kind in engine.hooks.values())
 
 
 def test_off_unless_named(engine):
@@ -159,6 +160,21 @@ def test_off_unless_named(engine):
     fp8 = Fp8MoEMethod()
     hook(None, fp8, None, make_config())
     assert fp8.runner.runner_backend.value == "moesaic" and fp8.runner.runner_backend.is_triton()
+
+
+@pytest.mark.parametrize("theirs", ["triton", "marlin", None])
+def test_a_method_with_a_runner_of_its_own_is_refused(engine, theirs):
+    engine.plugin.register()
+    check = next(hook for target, (hook, _) in engine.hooks.items() if target.endswith("FusedMoE.__init__"))
+    layer = SimpleNamespace(quant_method=PlainMethod(), runner_backend=Backend(theirs) if theirs else None)
+    assert check(None, layer, num_experts=4) is None, "another runner is asked for"
+    engine.asked = "moesaic"
+    with pytest.raises(
+        moesaic.Unsupported, match=f"quantization: got PlainMethod, .* by {theirs or 'kernels of its own'}"
+    ):
+        check(None, layer, num_experts=4)
+    layer.runner_backend = Backend("moesaic")
+    assert check(None, layer, num_experts=4) is None
 
 
 def test_missing_parts_warn(engine, monkeypatch, caplog):
@@ -192,6 +208,9 @@ def test_run(engine, interleaved, factor):
     assert info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
     again = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert torch.equal(out, again)
+    second = engine.cores["moesaic"](make_config(routed_scaling_factor=factor))
+    with pytest.raises(moesaic.Unsupported, match="w13_weight: got weights that were released"):
+        second.run_from_dispatch(dispatch(x, ids, weights), info, second.config)
 
 
 @pytest.mark.parametrize(

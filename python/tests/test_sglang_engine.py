@@ -8,6 +8,7 @@ Skipped where SGLang cannot be imported. Its server needs a GPU; these parts of 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -168,3 +169,23 @@ def test_a_refusal_ends_the_start(asked: Any) -> None:
     layer = a_layer(asked, activation="situ")
     with pytest.raises(moesaic.Unsupported, match="got situ"):
         asked.unquant.UnquantizedFusedMoEMethod().create_moe_runner(layer, layer.moe_runner_config)
+
+
+def test_a_method_that_chooses_its_own_runner_ends_the_start(asked: Any) -> None:
+    where = "layers.moe.fused_moe_triton.layer"
+    if importlib.util.find_spec("openai"):  # which that module imports
+        assert hasattr(sglang(where).FusedMoE.__init__, "__wrapped__"), "it is followed by our look at the layer"
+    registry = sglang("plugins.hook_registry").HookRegistry
+    ((_, check, _),) = registry._hooks[f"sglang.srt.{where}.FusedMoE.__init__"]
+    layer = a_layer(asked)
+    for method, refused in (
+        (sglang("layers.quantization.w8a8_int8").W8A8Int8MoEMethod(SimpleNamespace()), True),
+        (asked.unquant.UnquantizedFusedMoEMethod(), False),
+    ):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+        layer.quant_method, layer.runner_backend = method, method.get_moe_runner_backend(layer)
+        if refused:
+            with pytest.raises(moesaic.Unsupported, match="got W8A8Int8MoEMethod, which computes experts by triton"):
+                check(None, layer)
+        else:
+            check(None, layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import pathlib
 import subprocess
 import sys
 import threading
@@ -72,6 +73,20 @@ def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.Moes
     x.untyped_storage().resize_(0)
     with pytest.raises(moesaic.InvalidArgument, match="without memory"):
         module.layer(x, ids, weights)
+
+
+def test_the_operator_refuses_some_tensors_without_memory(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    """PyTorch runs the shape's function where one of them is on meta."""
+    x, ids, weights = tensors(own)
+    with torch.device("meta"):
+        made = mtorch.MoesaicExperts(module.layer)
+    assert torch.equal(made(x, ids, weights), module(x, ids, weights))
+    assert made(*(t.to("meta") for t in (x, ids, weights))).device.type == "meta"
+    for wrong, name in (((ids.to("meta"), weights), "topk_ids"), ((ids, weights.to("meta")), "topk_weights")):
+        with pytest.raises(moesaic.InvalidArgument, match=f"^{name}: got a tensor on meta, need one on cpu"):
+            module(x, *wrong)
+    with pytest.raises(moesaic.InvalidArgument, match="^layer: got a tensor on meta, need one on cpu"):
+        torch.ops.moesaic.experts(x, ids, weights, module._handle.to("meta"))
 
 
 def test_empty_weights_are_not_taken_for_none(own: OwnExperts) -> None:
@@ -213,6 +228,28 @@ def test_there_is_no_gradient(own: OwnExperts, module: mtorch.MoesaicExperts) ->
         y.sum().backward()
 
 
+def test_there_is_no_derivative_in_forward_mode(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+
+    def run(rows: Any, factors: Any) -> Any:
+        return module(rows, ids, factors) + rows
+
+    ones = torch.ones_like(x), torch.ones_like(weights)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        assert torch.equal(run(x, weights), module(x, ids, weights) + x), "inputs without tangents"
+        for pair in ((forward_ad.make_dual(x, ones[0]), weights), (x, forward_ad.make_dual(weights, ones[1]))):
+            with pytest.raises(moesaic.Unsupported, match="no derivative in forward mode"):
+                run(*pair)
+    for derive in (
+        lambda: torch.func.jvp(run, (x, weights), ones),
+        lambda: torch.func.jacfwd(run, argnums=1)(x, weights),
+        lambda: torch.func.jvp(lambda rows: mtorch.experts(rows, ids, weights, module._number), (x,), ones[:1]),
+    ):
+        with pytest.raises(moesaic.Unsupported, match="no derivative in forward mode"):
+            derive()
+
+
 def test_one_graph_for_all_lengths(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
@@ -249,6 +286,56 @@ def test_dropped_experts_are_not_found(own: OwnExperts) -> None:
     gc.collect()
     with pytest.raises(moesaic.InvalidArgument, match="dropped"):
         torch.ops.moesaic.experts(*tensors(own), handle)
+
+
+ELSEWHERE = """
+import sys, torch
+import moesaic, moesaic.torch
+w13, w2 = torch.randn(8, 256, 128), torch.randn(8, 128, 128)
+made = [moesaic.torch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(w13, w2, 2)) for _ in range(4)]
+arguments = torch.load(sys.argv[2])
+for program in (torch.export.load(sys.argv[1]).module(), torch.jit.load(sys.argv[3])):
+    try:
+        program(*arguments)
+    except (moesaic.InvalidArgument, RuntimeError) as error:  # torch.jit gives the text alone
+        assert "another process" in str(error), error
+    else:
+        raise AssertionError("another layer was taken for the exported one")
+"""
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_exported_program_does_not_find_another_processs_layer(
+    own: OwnExperts, module: mtorch.MoesaicExperts, tmp_path: pathlib.Path, on_cpu: bool
+) -> None:
+    module._on_cpu = on_cpu  # as on a GPU, where compiled code has the number as an integer
+    arguments = tensors(own)
+    files = [str(tmp_path / name) for name in ("program.pt2", "arguments.pt", "program.pt")]
+    program = torch.export.export(module, arguments)
+    assert torch.equal(program.module()(*arguments), module(*arguments))
+    torch.export.save(program, files[0])
+    torch.save(arguments, files[1])
+    torch.jit.trace(module, arguments).save(files[2])
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiled_code_is_the_same_in_each_process() -> None:
+    """Torch's cache of it on disk is looked up by the graph: on a GPU that has the number."""
+    code = """if True:
+        import torch, moesaic, moesaic.torch
+        w13, w2 = torch.randn(8, 256, 128), torch.randn(8, 128, 128)
+        for on_cpu in (True, False):
+            module = moesaic.torch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(w13, w2, 2))
+            module._on_cpu = on_cpu
+            def show(graph, inputs):
+                print([n.args for n in graph.graph.nodes if n.op == "call_function"])
+                return graph
+            x, ids, weights = torch.randn(3, 128), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+            torch.compile(module, fullgraph=True, backend=show)(x, ids, weights)
+    """
+    graphs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
+    assert len(graphs) == 1 and "2)" in graphs.pop()
 
 
 THREADS = """

@@ -156,6 +156,78 @@ def test_experts_go_with_their_layer(engine: None) -> None:
     assert number not in operator._layers
 
 
+class MethodBase:
+    """vLLM's base of the methods that hold experts, and below two of them."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.moe_kernel = SimpleNamespace(fused_experts=kernel)
+        self.loaded = 0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.loaded += 1
+
+
+class Fp8MoEMethod(MethodBase):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.loaded += 1
+
+
+class OtherMethod(Fp8MoEMethod):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+
+
+def test_methods_that_leave_kernels_alone_pack_ours(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.model_executor.layers.fused_moe.fused_moe_method_base"
+    module = types.ModuleType(name)
+    vars(module).update(FusedMoEMethodBase=MethodBase)
+    monkeypatch.setitem(sys.modules, name, module)
+    for cls in (MethodBase, Fp8MoEMethod, OtherMethod):
+        monkeypatch.setattr(cls, "process_weights_after_loading", vars(cls)["process_weights_after_loading"])
+    ours = type(Layer().kernel)
+    monkeypatch.setattr(plugin, "_make_class", lambda *_: ours)
+    monkeypatch.setattr(plugin, "_classes", {})
+    plugin._class_for(None, "as-is", plugin.Options())
+    for _ in range(2):
+        plugin._prepare_after_loading()
+    for method, packs in ((Fp8MoEMethod, True), (OtherMethod, True), (MethodBase, False)):
+        layer = Layer()
+        layer.kernel = ours(layer.config, layer.kernel.quant_config)
+        made = method(layer.kernel)
+        made.process_weights_after_loading(layer.held)
+        assert made.loaded == 1 and (layer.kernel._handle is not None) == packs
+        if packs:
+            torch._dynamo.reset()
+            x, weights, ids = batch(3)
+            assert torch.equal(
+                torch.compile(layer, fullgraph=True, backend="eager")(x, weights, ids), layer(x, weights, ids)
+            )
+    theirs = Fp8MoEMethod(object())
+    theirs.process_weights_after_loading(None)
+    assert theirs.loaded == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_released_weights_are_not_packed(engine: None, dtype: Any) -> None:
+    """A second kernel on the same parameters, as for an engine that imports them from another."""
+    first, second = Layer(), Layer()
+    first.pack()
+    held = first.held.w13_weight
+    assert held.shape == second.held.w13_weight.shape and held.untyped_storage().nbytes() == 2 and held.isnan().all()
+    second.held = first.held
+    x, weights, ids = batch(4)
+    for pack in (second.pack, lambda: second(x, weights, ids)):
+        with pytest.raises(moesaic.Unsupported, match="w13_weight: got weights that were released"):
+            pack()
+    first.held.w13_weight = torch.nn.Parameter(first.w13, requires_grad=False)
+    with pytest.raises(moesaic.Unsupported, match="w2_weight: got weights that were released"):
+        second.pack()
+    released = importlib.import_module("moesaic._released")
+    codes = torch.nn.Parameter(torch.ones(2, 3).to(dtype), requires_grad=False)
+    released.release(codes)
+    assert codes.dtype == dtype and codes.shape == (2, 3) and codes.untyped_storage().nbytes() == codes.element_size()
+
+
 def test_a_rank_with_fewer_experts_than_a_token_has_is_left_to_vllm(engine: None) -> None:
     """Expert parallelism with many ranks: what is not refused is packed."""
     assert "got 1 on this rank for 2 of a token" in Layer(experts=1).refusal

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
+import types
 
 import ml_dtypes
 import numpy as np
@@ -101,6 +103,23 @@ def test_configurations_may_have_numbers_that_json_lacks(qwen3: pathlib.Path) ->
     names = moesaic.WeightLoader.from_config(config, 1).missing()
     limits = {"time_step_limit": (0.0, float("inf")), "more": {"nested": [float("-inf"), float("nan")]}}
     assert moesaic.WeightLoader.from_config(config | limits, 1).missing() == names
+
+
+def test_configurations_are_any_mapping(qwen3: pathlib.Path) -> None:
+    config = json.loads((qwen3 / "config.json").read_text())
+    names = moesaic.WeightLoader.from_config(config, 1).missing()
+    nested = config | {"more": types.MappingProxyType({"limit": float("inf")})}
+    for mapping in (types.MappingProxyType(config), collections.UserDict(config), types.MappingProxyType(nested)):
+        assert moesaic.WeightLoader.from_config(mapping, 1).missing() == names
+    for wrong, text in ((json.dumps(config).encode(), "bytes"), (object(), "object"), (config | {"x": {1}}, "set")):
+        with pytest.raises(moesaic.InvalidArgument, match=f"^config: got .*{text}.*, need text, or what it holds"):
+            moesaic.WeightLoader.from_config(wrong, 1)
+    spec = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    with pytest.raises(moesaic.InvalidArgument, match="^quantization_config: got .*bytes"):
+        moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames(), quantization_config=b"{}")
+    config["itself"] = config
+    with pytest.raises(RecursionError):
+        moesaic.WeightLoader.from_config(config, 1)
 
 
 RANKS = [
