@@ -53,7 +53,7 @@ class Convert(ToolTest):
         first, second = self.folder / "first", self.folder / "second"
         self.json_of("convert", "--model", MODELS / "mini-deepseek-v3", "--quant", "mxfp4", "--output", first)
         value = self.json_of("convert", "--model", first, "--quant", "fp8-block", "--output", second)
-        self.assertLess(value["layers"][0]["rel_l2_weights"], 0.03)  # of this step
+        self.assertLess(value["layers"][0]["rel_l2_weights"], 0.04)  # of this step
         record = json.loads((second / "moesaic_conversion.json").read_text())
         self.assertGreater(record["layers"][0]["rel_l2_weights"], 0.1)  # of both
         self.assertTrue(self.json_of("verify", "--model", second)["pass"])

@@ -122,6 +122,8 @@ class Verify(ToolTest):
             if dtype == "BF16":  # to nearest
                 words = struct.unpack(f"<{len(values)}I", packed)
                 packed = struct.pack(f"<{len(values)}H", *((w + 0x7FFF + (w >> 16 & 1)) >> 16 for w in words))
+            if dtype == "F16":
+                packed = struct.pack(f"<{len(values)}e", *values)
             tensors[prefix + name] = (dtype, shape, packed)
 
         return self.edited_golden("mini-qwen3-moe", edit)

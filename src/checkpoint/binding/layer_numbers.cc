@@ -325,6 +325,12 @@ Result<FoundDType> find_dtype(const ShardSet& shards, StoredFormat format,
       if (found->dtype != dtype) found = FoundDType{DType::kF32, true};
       continue;
     }
+    const quant::GgufType block = tensor->info->block_type;
+    if (block != quant::GgufType::kNone) {  // of one expert among plain ones
+      return Status(StatusCode::kInvalidDType,
+                    fmt::format("{}: got {}, need {} as the other experts have", quote_name(name),
+                                ggml_type_info(block).name, allowed.to_string()));
+    }
     return Status(StatusCode::kInvalidDType,
                   fmt::format("{}: got {}, need {} as the configuration's quantisation says",
                               quote_name(name), dtype_name(dtype), allowed.to_string()));
