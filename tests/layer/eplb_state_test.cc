@@ -132,8 +132,10 @@ TEST(EplbState, ACallerMovesExpertsOnOneRankAndNoBitChanges) {
 // A row's place in the call, not in the chunk of max_tokens that computes it.
 TEST(EplbState, CopiesGoByTheRowsOfTheWholeCall) {
   const EplbFixture f(test::eplb_spec());
-  std::vector<std::int32_t> placed(kSlots, 0);  // five copies of expert 0
+  // Four copies of expert 0: kTopK slots of a row are no multiple of them.
+  std::vector<std::int32_t> placed(kSlots, 0);
   std::iota(placed.begin(), placed.begin() + kExperts, 0);
+  placed.back() = 1;
   for (const std::int64_t max_tokens : {1, 3, 9}) {
     FusedMoE all = layer_with_all(f);
     FusedMoE::Options options = on_one_rank();

@@ -246,7 +246,7 @@ int run_bench(BenchArguments state) {
   }
   if (plots) {  // before the time is spent: can it be written?
     const Status status = check_result_file(plot);
-    if (!status.ok()) return console.fail(status, Origin::kOption);
+    if (!status.ok()) return console.fail(status, origin_of_refusal(plot, status));
   }
   console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
   settings->options.progress = console.progress("loading");

@@ -181,6 +181,10 @@ Origin origin_of(const ResultFile& file) {
   return goes_to_stdout(file) ? Origin::kStdout : Origin::kOption;
 }
 
+Origin origin_of_refusal(const ResultFile& file, const Status& status) {
+  return status.code() == StatusCode::kIo ? origin_of(file) : Origin::kOption;
+}
+
 Status check_result_file(const ResultFile& file) {
   const Result<checkpoint::OutputTarget> target = checkpoint::find_output(system_path(file));
   if (!target.ok()) return target.status().with_context(file.option);

@@ -30,6 +30,8 @@ struct ResultFile {
 bool goes_to_stdout(const ResultFile& file);
 // Whose fault it is that it cannot be written.
 Origin origin_of(const ResultFile& file);
+// Whose fault a status of check_result_file is: kIo may be of stdout itself.
+Origin origin_of_refusal(const ResultFile& file, const Status& status);
 
 // Everything that can be said before the work is done; writes nothing. Devices and pipes are
 // written through and links followed (checkpoint/container/output_file.h). kInvalidArgument: a file that the

@@ -83,7 +83,7 @@ int run_layer(RunArguments state) {
   // Of processes only rank 0 looks; threads see the same files.
   if (!launched_by_mpi() || !wants_ranks(state.ranks)) {
     if (const Status status = check_result_file(written); !status.ok()) {
-      return console.fail(status, Origin::kOption);
+      return console.fail(status, origin_of_refusal(written, status));
     }
   }
   if (wants_ranks(state.ranks)) {

@@ -185,7 +185,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
 int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   if (c.rank == 0) {  // the one that writes, and perhaps the only one that sees the file
     if (const Status status = check_result_file(request.output); !status.ok()) {
-      return c.fail(status, Origin::kOption);
+      return c.fail(status, origin_of_refusal(request.output, status));
     }
   }
   const auto [path, named] = split_tensor_path(request.input);
