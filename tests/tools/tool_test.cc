@@ -1,9 +1,13 @@
 // Parts of the tool that its output shows only indirectly: exit codes, shapes, the float64 oracle
 // of the choice of experts.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -11,6 +15,7 @@
 #include "chart.h"
 #include "console.h"
 #include "exit_code.h"
+#include "golden.h"
 #include "layer_io.h"
 #include "options.h"
 #include "routing_oracle.h"
@@ -186,6 +191,31 @@ struct Oracle {
     return oracle->possible(ids);
   }
 };
+
+TEST(Golden, OfGgufFilesLiesBesideThemAndNamesTheirBlocks) {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::temp_directory_path() / fmt::format("moesaic-golden-{}", ::getpid());
+  fs::create_directories(folder);
+  const std::string golden = (folder / "golden.safetensors").string();
+  std::ofstream(folder / "model.gguf") << "GGUF";
+  EXPECT_EQ(golden_beside(folder.string()), golden);
+  EXPECT_EQ(golden_beside((folder / "model.gguf").string()), golden);
+  const float one = 1.0F;
+  const ConstTensorView row(reinterpret_cast<const std::byte*>(&one), DType::kF32, {1, 1});
+  const NamedTensor tensors[] = {{"blk.3.input", row},
+                                 {"blk.3.output", row},
+                                 {"model.layers.12.mlp.input", row},
+                                 {"model.layers.12.mlp.output", row},
+                                 {"blk.x.input", row},
+                                 {"blk.x.output", row}};
+  ASSERT_TRUE(write_safetensors(golden, tensors).ok());
+  const auto blocks = golden_blocks(TensorFile::open(golden).value()).value();
+  ASSERT_EQ(blocks.size(), 2U);
+  EXPECT_EQ(blocks[0].prefix, "blk.3");
+  EXPECT_EQ(blocks[0].layer, 3);
+  EXPECT_EQ(blocks[1].layer, 12);
+  fs::remove_all(folder);
+}
 
 TEST(RoutingOracle, ClearChoices) {
   for (const ScoringFunc func :
