@@ -13,15 +13,25 @@
 
 namespace moesaic::layer {
 
-Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(const SlotShape& shape,
-                                                               std::int64_t window,
-                                                               std::unique_ptr<SlotMemory> memory) {
-  if (shape.num_physical % shape.ranks != 0) {
+Status check_slots(const SlotShape& shape, std::int64_t window) {
+  if (shape.ranks < 1 || shape.num_physical % shape.ranks != 0) {
     return invalid(
         fmt::format("num_redundant_experts: got {} for {} experts, need a sum that is a "
                     "multiple of the {} ranks",
                     shape.num_physical - shape.num_logical, shape.num_logical, shape.ranks));
   }
+  if (window < 1) return invalid(fmt::format("eplb_window: got {}, need a number >= 1", window));
+  constexpr std::int64_t kMostLoads = std::int64_t{1} << 32;
+  if (window <= kMostLoads / std::max<std::int64_t>(shape.num_logical, 1)) return {};
+  return {StatusCode::kLimitExceeded,
+          fmt::format("eplb_window: got {} for {} experts, need a product of at most {}", window,
+                      shape.num_logical, kMostLoads)};
+}
+
+Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(const SlotShape& shape,
+                                                               std::int64_t window,
+                                                               std::unique_ptr<SlotMemory> memory) {
+  MOESAIC_RETURN_IF_ERROR(check_slots(shape, window));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> initial,
                            initial_physical_to_logical(shape.num_logical, shape.num_physical));
   try {

@@ -26,10 +26,13 @@ struct SlotShape {
   int ranks = 1, rank = 0;
 };
 
+// What a layer is refused for before it has any weights: kInvalidArgument unless the slots are a
+// multiple of the ranks and the window has a step, kLimitExceeded for more than 2^32 loads in it.
+Status check_slots(const SlotShape& shape, std::int64_t window);
+
 class ExpertBalancer {
  public:
-  // Experts are in their first places (initial_physical_to_logical). kInvalidArgument unless the
-  // slots are a multiple of the ranks.
+  // Experts are in their first places (initial_physical_to_logical). Errors of check_slots.
   //   memory  where slots are not in the host's: it maps and counts in the calls
   static Result<std::unique_ptr<ExpertBalancer>> create(
       const SlotShape& shape, std::int64_t window, std::unique_ptr<SlotMemory> memory = nullptr);

@@ -12,6 +12,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "layer/expert_balancer.h"
 #include "quant/compute_scheme.h"
 #include "quant/width_slice.h"
 
@@ -169,23 +170,6 @@ Result<int> plan_shared_slices(const FusedMoE::Options& o, const FusedPlan& plan
   return slices;
 }
 
-// Slots of load balancing, which the layer shares out and whose load it remembers.
-Status check_slots(const FusedMoE::Options& o, std::int64_t experts, std::int64_t slots) {
-  const std::int64_t window = o.ranks.eplb_window;
-  if (o.parallel.ep_size > 0 && slots % o.parallel.ep_size != 0) {
-    return invalid(fmt::format(
-        "num_redundant_experts: got {} for {} experts, need a sum that is a multiple of "
-        "the {} ranks",
-        o.ranks.num_redundant_experts, experts, o.parallel.ep_size));
-  }
-  if (window < 1) return invalid(fmt::format("eplb_window: got {}, need a number >= 1", window));
-  constexpr std::int64_t kMostLoads = std::int64_t{1} << 32;
-  if (window <= kMostLoads / std::max<std::int64_t>(experts, 1)) return {};
-  return {StatusCode::kLimitExceeded,
-          fmt::format("eplb_window: got {} for {} experts, need a product of at most {}", window,
-                      experts, kMostLoads)};
-}
-
 }  // namespace
 
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
@@ -217,7 +201,9 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
                                options.ranks.num_redundant_experts));
   }
   if (options.ranks.enable_eplb) {
-    MOESAIC_RETURN_IF_ERROR(check_slots(options, spec.num_experts, *physical));
+    MOESAIC_RETURN_IF_ERROR(check_slots(
+        {spec.num_experts, *physical, options.parallel.ep_size, options.parallel.ep_rank},
+        options.ranks.eplb_window));
   }
   MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(*physical, options.parallel));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,

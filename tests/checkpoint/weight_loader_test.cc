@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,35 +87,43 @@ TEST_F(TinyCheckpoints, PushedTensorsGiveTheBitsOfTheFile) {
   EXPECT_GE(compared, 200);
 }
 
-TEST(PushedFormats, GiveTheBitsOfTheFile) {
-  const std::string python = MOESAIC_PYTHON;
-  if (python.empty()) GTEST_SKIP() << "no Python 3 interpreter: checkpoints not written";
-  const TempDir folder;
-  const auto files = generate_files(python, "make_quant_checkpoints.py", folder);
-  ASSERT_EQ(files.problem, "");
+// Checkpoints of every format, written once.
+class PushedFormats : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    const std::string python = MOESAIC_PYTHON;
+    if (python.empty()) return;
+    folder_ = std::make_unique<TempDir>();
+    files_ = generate_files(python, "make_quant_checkpoints.py", *folder_);
+  }
+  static void TearDownTestSuite() { folder_.reset(); }
+  void SetUp() override {
+    if (!files_) GTEST_SKIP() << "no Python 3 interpreter: checkpoints not written";
+    ASSERT_EQ(files_->problem, "");
+  }
+  static inline std::unique_ptr<TempDir> folder_;
+  static inline std::optional<GeneratedFiles> files_;
+};
+
+TEST_F(PushedFormats, GiveTheBitsOfTheFile) {
   int cases = 0;
-  for (const auto& item : files.manifest) {
+  for (const auto& item : files_->manifest) {
     const auto tp = item["tp"].get<std::vector<int>>();
-    EXPECT_GT(expect_bits_of_file(folder.path(item["path"].get<std::string>()), {0}, tp), 0);
+    EXPECT_GT(expect_bits_of_file(folder_->path(item["path"].get<std::string>()), {0}, tp), 0);
     ++cases;
   }
   EXPECT_GE(cases, 45);
 }
 
 // Whatever comes first, and however late the tensors tell how the experts are stored.
-TEST(PushedFormats, RoutersMayComeBeforeExpertsThatAreAskedForAlone) {
-  const std::string python = MOESAIC_PYTHON;
-  if (python.empty()) GTEST_SKIP() << "no Python 3 interpreter: checkpoints not written";
-  const TempDir folder;
-  const auto files = generate_files(python, "make_quant_checkpoints.py", folder);
-  ASSERT_EQ(files.problem, "");
+TEST_F(PushedFormats, RoutersMayComeBeforeExpertsThatAreAskedForAlone) {
   WeightLoader::Options options;
   options.experts_only = true;
   const auto of_experts = [](const std::string& name) {
     return name.find("experts.") != name.npos || name.find("ffn_") != name.npos;
   };
-  for (const auto& item : files.manifest) {
-    const std::string path = folder.path(item["path"].get<std::string>());
+  for (const auto& item : files_->manifest) {
+    const std::string path = folder_->path(item["path"].get<std::string>());
     SCOPED_TRACE(path);
     const std::vector<StoredTensor> all = read_all_tensors(path);
     WeightLoader loader = loader_for(path, 0, options).value();

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <vector>
 
 #include "core/fault.h"
 #include "experts/cpu/experts_impl.h"
@@ -100,34 +99,29 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
                                const std::byte* src, DType dtype, float factor,
                                bool e2m1_groups) const {
   float* x = scratch(w);
-  const float weight = factor;
   kernels_.load_row(src, dtype, plan_.hidden, plan_.gemm1.k, x);
+  const std::int32_t* perm = plan_.permuted ? weights_.w13.perm(e) : nullptr;
+  float* exact = nullptr;
   if (problem_.apply_router_weight_on_input && plan_.standard) {
+    if (w.errors != nullptr) {
+      exact = w.errors->exact[static_cast<std::size_t>(omp_get_thread_num())].data();
+      for (std::int64_t k = 0; k < plan_.hidden; ++k) {
+        exact[k] = x[perm != nullptr ? perm[k] : k] * factor;
+      }
+    }
     kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
     kernels_.round_row(&factor, 1, plan_.round_dtype);
     kernels_.scale_row(x, plan_.hidden, factor);
   }
-  if (plan_.permuted) {
-    const std::int32_t* perm = weights_.w13.perm(e);
+  if (perm != nullptr) {
     float* gathered = x + w.scratch_stride;
     for (std::int64_t k = 0; k < plan_.hidden; ++k) gathered[k] = x[perm[k]];
     std::fill(gathered + plan_.hidden, gathered + plan_.gemm1.k, 0.0F);
     x = gathered;
   }
   if (w.errors != nullptr) {
-    std::vector<float> exact;  // the row times its weight, before both were rounded
-    if (problem_.apply_router_weight_on_input && plan_.standard) {
-      exact.resize(static_cast<std::size_t>(2 * plan_.gemm1.k));
-      kernels_.load_row(src, dtype, plan_.hidden, plan_.gemm1.k, exact.data());
-      kernels_.scale_row(exact.data(), plan_.hidden, weight);
-      const std::int32_t* perm = plan_.permuted ? weights_.w13.perm(e) : nullptr;
-      float* const gathered = exact.data() + plan_.gemm1.k;
-      for (std::int64_t k = 0; k < plan_.hidden; ++k) {
-        gathered[k] = exact[static_cast<std::size_t>(perm != nullptr ? perm[k] : k)];
-      }
-    }
     measure(w, x, plan_.hidden, w.a1_static.of(e), w.errors->input[static_cast<std::size_t>(row)],
-            exact.empty() ? nullptr : exact.data() + plan_.gemm1.k);
+            exact);
   }
   const CpuGemm& gemm = plan_.gemm1;
   finish_row(gemm, x, gemm.k, w.a1_static.of(e),

@@ -29,6 +29,10 @@ CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens, bool own_row
   const auto rows = static_cast<std::size_t>(chunk_tokens * plan_.top_k);
   errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
                        RowErrorMeter(problem_, plan_.round_dtype));
+  if (problem_.apply_router_weight_on_input) {
+    errors.exact.assign(errors.meters.size(),
+                        std::vector<float>(static_cast<std::size_t>(plan_.hidden)));
+  }
   errors.blocks = num_blocks1();
   errors.input.resize(own_rows ? rows : static_cast<std::size_t>(chunk_tokens));
   errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));

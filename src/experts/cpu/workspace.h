@@ -101,8 +101,10 @@ struct CpuPlan {
 // What rounding did to the rows of one chunk, when a call asks (ExpertsArgs::numerics).
 struct CpuRowErrors {
   std::vector<RowErrorMeter> meters;  // one per thread
-  std::vector<RowError> input;        // [rows of GEMM1's operands]
-  std::vector<RowError> inner;        // [chunk_rows][blocks], parts of a row by block of columns
+  // Likewise, of weights on the input: the row times its weight before both are rounded.
+  std::vector<std::vector<float>> exact;
+  std::vector<RowError> input;  // [rows of GEMM1's operands]
+  std::vector<RowError> inner;  // [chunk_rows][blocks], parts of a row by block of columns
   std::int64_t blocks = 1;
 };
 
