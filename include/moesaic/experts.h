@@ -136,7 +136,7 @@ struct ExpertsArgs {
   // above 0; either may be absent. The result has the bits of experts that were made with them.
   // Other numbers are kInvalidArgument on the CPU; on a GPU, where a captured call reads them anew
   // at each replay, they make NaN of the rows of experts that have them. kUnsupported for schemes
-  // without static activation scales.
+  // without static activation scales, and for nvfp4 on cuda_sm90.
   ConstTensorView a1_scale = {}, a2_scale = {};
   // On a GPU, standard: output may be the very tensor hidden_states, contiguous and of one dtype.
   // Not with numerics (kUnsupported), which read hidden_states again.

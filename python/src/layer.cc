@@ -9,6 +9,7 @@
 #include "numerics/element.h"
 #include "specs.h"
 #include "tensors.h"
+#include "torch_tensors.h"
 
 namespace nb = nanobind;
 
@@ -187,7 +188,14 @@ ConstTensorView token_ids(const TensorView& tokens, const ConstTensorView& paddi
 nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, bool trace,
                bool copy) {
   check_not_forked(self.made_at);
-  Call call(self, tensors);
+  CallTensors given = tensors;
+  nb::object narrow_ids;
+  // On another stream than PyTorch's nothing would order what PyTorch makes of them.
+  if (!given.input_ids.is_none() && stream.is_none()) {
+    narrow_ids = torch_token_ids(given.input_ids);
+    given.input_ids = narrow_ids;
+  }
+  Call call(self, given);
   nb::object result;
   if (call.out.present()) {
     if (!(call.out.view().shape == call.x.view().shape) &&

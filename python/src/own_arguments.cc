@@ -116,6 +116,7 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
     const TensorArg& tensor = keep.emplace_back(name, value);
     tensor.check_not_negated(name);
     if (!tensor.present()) continue;
+    tensor.wait_until_written();
     own.tensors.*found->member = tensor.view();
     if (!tensor.view().present()) {  // without memory it would pass for a tensor that was not given
       raise(StatusCode::kInvalidShape,
@@ -127,6 +128,8 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
   if (!keep[0].present() || !keep[1].present()) {
     raise(StatusCode::kInvalidArgument, "w13, w2: got None, need a tensor each");
   }
+  keep[0].wait_until_written();
+  keep[1].wait_until_written();
 
   for (const auto& [name, member] : {Named{"w13_bias", &ExpertWeightsView::w13_bias},
                                      Named{"w2_bias", &ExpertWeightsView::w2_bias}}) {

@@ -17,6 +17,7 @@
 #include "moesaic/router.h"
 #include "specs.h"
 #include "tensors.h"
+#include "torch_tensors.h"
 
 namespace nb = nanobind;
 
@@ -93,8 +94,9 @@ RouterObject* router_from_checkpoint(const Checkpoint& checkpoint, int layer,
 nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle hidden_states,
                  nb::handle input_ids, nb::handle padding_mask, nb::handle stream) {
   check_not_forked(self.made_at);
+  const nb::object narrow_ids = stream.is_none() ? torch_token_ids(input_ids) : nb::borrow(input_ids);
   const TensorArg logits("router_logits", router_logits), x("hidden_states", hidden_states),
-      tokens("input_ids", input_ids), mask("padding_mask", padding_mask);
+      tokens("input_ids", narrow_ids), mask("padding_mask", padding_mask);
   if (!logits.present())
     raise(StatusCode::kInvalidArgument, "router_logits: got None, need a tensor");
   Router::Args args;
@@ -116,6 +118,17 @@ nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle 
     zero = logits.like(DType::kF32, args.hidden_states.shape.dims(), &args.zero_expert_output);
   }
   if (logits.view().device.is_cuda()) args.stream = stream_of(stream, logits);
+  // On a GPU identity experts need some memory of it; the framework orders its reuse.
+  nb::object scratch = nb::none();
+  const std::int64_t needed = zero.is_none() ? 0 : unwrap(self.router.workspace_size(rows));
+  if (needed > 0) {
+    constexpr std::int64_t kAligned = 256;
+    TensorView memory;
+    scratch = logits.like(DType::kU8, std::array{needed + kAligned}, &memory);
+    const auto from = reinterpret_cast<std::uintptr_t>(memory.data) % kAligned;
+    args.workspace = {memory.data + (from == 0 ? 0 : kAligned - static_cast<std::int64_t>(from)),
+                      static_cast<std::size_t>(needed)};
+  }
   Status status;
   {
     const nb::gil_scoped_release released;
@@ -129,13 +142,15 @@ void init_gate(GateObject* self, nb::handle weight, nb::handle bias,
                const std::string& logits_dtype, bool force_fp32_compute, nb::handle num_threads,
                nb::handle device) {
   const TensorArg w("weight", weight), b("bias", bias);
+  Tensor w_copy, b_copy;
   GateLinear::Options options;
   options.logits_dtype = dtype_of("logits_dtype", logits_dtype);
   options.force_fp32_compute = force_fp32_compute;
   options.num_threads = threads_of(num_threads);
   options.device = device_of(device);
   new (self) GateObject{unwrap(GateLinear::create(
-      w.view(), b.present() ? ConstTensorView(b.view()) : ConstTensorView(), options))};
+      w.present() ? w.on_host("weight", &w_copy) : ConstTensorView(),
+      b.present() ? b.on_host("bias", &b_copy) : ConstTensorView(), options))};
 }
 
 GateObject* gate_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle num_threads,

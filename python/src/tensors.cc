@@ -11,6 +11,7 @@
 
 #include "core/fault.h"
 #include "errors.h"
+#include "moesaic/device_tensor.h"
 #include "torch_tensors.h"
 
 namespace nb = nanobind;
@@ -377,6 +378,20 @@ Stream TensorArg::current_stream() const {
     throw nb::python_error();
   }
   return stream;
+}
+
+void TensorArg::wait_until_written() const {
+  if (!view_.device.is_cuda() || MOESAIC_FAULT(python_weights_read_before_written)) return;
+  check(synchronize(view_.device, current_stream()));
+}
+
+ConstTensorView TensorArg::on_host(std::string_view field, Tensor* copy) const {
+  if (!view_.device.is_cuda()) return view_;
+  wait_until_written();
+  check(expect_contiguous(field, view_));
+  *copy = unwrap(Tensor::uninitialized(view_.dtype, view_.shape));
+  check(copy_tensor(view_, copy->view()));
+  return copy->view();
 }
 
 nb::object TensorArg::like(DType dtype, std::span<const std::int64_t> dims,

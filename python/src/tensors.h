@@ -41,6 +41,11 @@ class TensorArg {
   // The stream on which its framework works now; null where that is not known.
   Stream current_stream() const;
   bool knows_stream() const;
+  // What the framework has put on that stream is done: for memory that is read on another one.
+  // kDevice.
+  void wait_until_written() const;
+  // Its numbers in host memory: its own, or `copy` after wait_until_written().
+  ConstTensorView on_host(std::string_view field, Tensor* copy) const;
 
   // A new tensor of the same framework and device, contents undefined: by the exchange table, by
   // PyTorch's or NumPy's function, or a moesaic.Tensor. `view` is set to its memory.

@@ -33,4 +33,13 @@ nb::object torch_empty(nb::handle like, const char* dtype, std::span<const std::
                              nb::arg("device") = like.attr("device"));
 }
 
+nb::object torch_token_ids(nb::handle ids) {
+  if (!is_torch_tensor(ids) || !nb::cast<bool>(ids.attr("is_cuda"))) {
+    return nb::borrow<nb::object>(ids);
+  }
+  const nb::object torch = torch_module();
+  if (!ids.attr("dtype").equal(torch.attr("int64"))) return nb::borrow<nb::object>(ids);
+  return torch.attr("clamp")(ids, -1, INT32_MAX).attr("to")(torch.attr("int32"));
+}
+
 }  // namespace moesaic::python

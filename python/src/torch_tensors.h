@@ -18,4 +18,8 @@ Stream torch_stream(nanobind::handle tensor);
 nanobind::object torch_empty(nanobind::handle like, const char* dtype,
                              std::span<const std::int64_t> dims);
 
+// Token ids of 64 bits on a GPU as int32, by PyTorch on its current stream: values that int32 does not
+// have are -1 or its largest, which no table has. Everything else as it is.
+nanobind::object torch_token_ids(nanobind::handle ids);
+
 }  // namespace moesaic::python

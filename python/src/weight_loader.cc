@@ -140,6 +140,7 @@ bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
     raise(StatusCode::kInvalidArgument, name + ": got None, need a tensor");
   }
   given.check_not_negated(name);
+  given.wait_until_written();
   Result<bool> kept = false;
   {
     const nb::gil_scoped_release released;

@@ -35,6 +35,7 @@ BINDING = {
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {
     "python_default_stream": ("test_gpu.py", "current_stream"),
+    "python_weights_read_before_written": ("test_gpu.py", "after_they_are_written"),
     "python_hidden_copy_to_device": ("test_gpu.py", "wrong_device"),
 }
 

@@ -141,6 +141,32 @@ def test_weights_may_be_on_the_device(own: OwnExperts, layer: moesaic.RoutedExpe
     assert torch.equal(there(*tensors(own)), layer(*tensors(own)))
 
 
+def test_weights_are_read_after_they_are_written(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    real = [torch.tensor(w).bfloat16().to(CUDA) for w in (own.w13, own.w2)]
+    w13, w2 = (torch.zeros_like(w) for w in real)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        w13.copy_(real[0]), w2.copy_(real[1])
+        there = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, device=CUDA)
+    assert torch.equal(there(*tensors(own)), layer(*tensors(own)))
+
+
+def test_a_gate_of_weights_on_the_device() -> None:
+    weight, x = torch.randn(8, 256), torch.randn(5, 256, device=CUDA).bfloat16()
+    want = moesaic.GateLinear(weight, device=CUDA)(x)
+    assert torch.equal(moesaic.GateLinear(weight.to(CUDA), device=CUDA)(x), want)
+
+
+def test_token_ids_of_64_bits() -> None:
+    table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
+    router = moesaic.Router(method="hash", num_experts=8, top_k=2, hash_table=table, device=CUDA)
+    logits = torch.randn(4, 8, device=CUDA)
+    ids = torch.tensor([2, 0, 1, 2**40], device=CUDA)
+    assert router(logits, input_ids=ids)[1].cpu().tolist() == [[4, 5], [0, 1], [2, 3], [-1, -1]]
+
+
 def test_a_whole_layer_of_a_checkpoint() -> None:
     checkpoint = moesaic.Checkpoint(MODELS / "mini-qwen3-moe")
     here, there = (moesaic.FusedMoE.from_checkpoint(checkpoint, 1, device=device) for device in ("cpu", CUDA))

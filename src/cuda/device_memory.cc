@@ -15,18 +15,24 @@ Status check_call(std::string_view what, int error) {
 }
 
 Allocation::Allocation(Allocation&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      device_(other.device_) {}
 Allocation& Allocation::operator=(Allocation&& other) noexcept {
   if (this == &other) return *this;
   release();
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
+  device_ = other.device_;
   return *this;
 }
 Allocation::~Allocation() { release(); }
 
 void Allocation::release() {
-  if (data_ != nullptr) (void)cudaFree(data_);
+  if (data_ != nullptr) {
+    const DeviceScope scope(device_);
+    (void)cudaFree(data_);
+  }
   data_ = nullptr;
   bytes_ = 0;
 }
@@ -40,32 +46,24 @@ Status Allocation::reserve(std::string_view what, std::int64_t bytes) {
     return check_call(fmt::format("{}: {} bytes", what, bytes), error);
   }
   bytes_ = bytes;
+  device_ = current_device();
   return {};
 }
 
 PinnedHost::~PinnedHost() {
-  if (data_ != nullptr) (void)cudaFreeHost(data_);
+  if (data_ == nullptr) return;
+  const DeviceScope scope(device_);
+  (void)cudaFreeHost(data_);
 }
 
 Status PinnedHost::reserve(std::string_view what, std::int64_t bytes) {
   const cudaError_t error =
       cudaHostAlloc(&data_, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
+  device_ = current_device();
   if (error == cudaSuccess) return {};
   data_ = nullptr;
   return check_call(fmt::format("{}: {} bytes of pinned memory", what, bytes), error);
 }
-
-DeviceScope::DeviceScope(int device) : device_(device) {
-  error_ = cudaGetDevice(&before_);
-  if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
-}
-DeviceScope::~DeviceScope() {
-  int now = before_;
-  if (cudaGetDevice(&now) != cudaSuccess || now == before_) return;
-  // Where that device cannot be used, the next call here must not be told of it.
-  if (cudaSetDevice(before_) != cudaSuccess) (void)cudaGetLastError();
-}
-Status DeviceScope::status() const { return check_call(fmt::format("device {}", device_), error_); }
 
 Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes) {
   MOESAIC_RETURN_IF_ERROR(check_call(
@@ -134,6 +132,12 @@ Result<int> require_hopper(int device) {
                   fmt::format("device {}: got {} multiprocessors, need {}", device, sms, kFewest));
   }
   return sms;
+}
+
+int current_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) (void)cudaGetLastError();
+  return device;
 }
 
 Result<DeviceTraits> current_device_traits() {

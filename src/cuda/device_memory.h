@@ -37,6 +37,7 @@ class Allocation {
   void release();
   void* data_ = nullptr;
   std::int64_t bytes_ = 0;
+  int device_ = 0;
 };
 
 // Host memory that kernels can write to.
@@ -55,9 +56,11 @@ class PinnedHost {
 
  private:
   void* data_ = nullptr;
+  int device_ = 0;
 };
 
-// The current device, put back at the end of a scope.
+// Makes a device the current one of this thread; at the end of the scope the thread has the context
+// that it had before, also none: to make a device current that nobody uses would take half a GB of it.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
@@ -68,9 +71,12 @@ class DeviceScope {
 
  private:
   int device_ = 0;
-  int before_ = 0;
   int error_ = 0;
+  bool pushed_ = false;
 };
+
+// For what is let go of later, when another device may be current; 0 where none can be.
+int current_device();
 
 // Blocking copies between host and device.
 Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes);

@@ -101,7 +101,7 @@ MOESAIC_HOST_DEVICE GroupScale group_scale(RowForm form, float amax, float gscal
 // The value of x's code.
 MOESAIC_HOST_DEVICE float group_value(RowForm form, const GroupScale& g, float x) {
   using group_values_bits::product;
-  if (g.scale == 0.0F) return 0.0F;
+  if (g.scale == 0.0F) return x == x ? 0.0F : x;  // also where all others are zero or NaN
   const float v = product(x, g.to_codes);
   const bool e4m3 = form == RowForm::kMx8Values || form == RowForm::kFp8Values;
   return product(e4m3 ? nearest_e4m3(v) : nearest_e2m1(v), g.scale);

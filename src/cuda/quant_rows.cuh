@@ -136,6 +136,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, co
 #pragma unroll
       for (float& e : f) e = round_bf16(e * weight);
     };
+    const bool int8 = p.form == RowForm::kInt8Row;
     RowScale scale;
     if (fixed.of != nullptr) {
       scale = static_row_scale(fixed.of[expert]);
@@ -149,13 +150,15 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, co
           float f[8];
           values(v[u], f);
 #pragma unroll
-          for (const float e : f) amax = fmaxf(amax, fabsf(e));
+          for (const float e : f) amax = larger(int8, amax, fabsf(e));
         }
       }
       MOESAIC_CUDA_FAULT(cuda_quant_rows_have_the_amax_of_a_lane, if (lane != 0) amax = 0.0F;)
 #pragma unroll
-      for (int d = 1; d < 32; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
-      scale = own_row_scale(p.form == RowForm::kInt8Row, amax);
+      for (int d = 1; d < 32; d <<= 1) {
+        amax = larger(int8, amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
+      }
+      scale = own_row_scale(int8, amax);
       if (lane == 0) p.scale[m] = scale.s;
     }
     auto* const q = static_cast<std::uint8_t*>(p.q) + static_cast<std::int64_t>(m) * p.columns;
@@ -167,7 +170,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, co
         const int column = at + u * 256 + lane * 8;
         float f[8];
         values(v[u], f);
-        const uint2 codes = row_codes(p.form == RowForm::kInt8Row, fixed.of != nullptr, scale, f);
+        const uint2 codes = row_codes(int8, fixed.of != nullptr, scale, f);
         if (column < columns) *reinterpret_cast<uint2*>(q + column) = codes;
       }
     }

@@ -15,15 +15,19 @@ struct RowScale {
   float s, r;  // scale and its reciprocal; of a tiny scale that of s * kOfTinyScale
 };
 
-// Of a row with largest magnitude amax (not NaN).
+// The larger magnitude of a row. No int8 code is NaN: there it stays in the scale.
+__device__ __forceinline__ float larger(bool int8, float a, float b) {
+  return int8 ? ptx::max_nan(a, b) : fmaxf(a, b);
+}
+// Of a row with largest magnitude amax; NaN of int8 only.
 __device__ __forceinline__ RowScale own_row_scale(bool int8, float amax) {
   constexpr float kFp8Smallest = 1.0F / (448.0F * 512.0F);
-  const float s = int8 ? (amax > 0.0F ? amax / 127.0F : 1.0F) : fmaxf(amax / 448.0F, kFp8Smallest);
+  const float s = int8 ? (amax == 0.0F ? 1.0F : amax / 127.0F) : fmaxf(amax / 448.0F, kFp8Smallest);
   return {s, 1.0F / (s < kTinyScale ? s * kOfTinyScale : s)};
 }
 __device__ __forceinline__ RowScale static_row_scale(float s) { return {s, 1.0F / s}; }
 
-// Four int8 codes: round to nearest even, saturating; NaN becomes 0.
+// Four int8 codes: round to nearest even, saturating; NaN becomes 0 (its row has a scale of NaN).
 __device__ __forceinline__ std::uint32_t int8x4(float a, float b, float c, float d) {
   const auto code = [](float v) {
     v = v == v ? fminf(fmaxf(v, -128.0F), 127.0F) : 0.0F;

@@ -18,7 +18,9 @@ Status order(const char* what, void* from, void* event, void* to) {
 }  // namespace
 
 SideStream::~SideStream() {
-  if (stream_ != nullptr) (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+  if (stream_ == nullptr) return;
+  const DeviceScope scope(device_);
+  (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
   for (void* const event : {forked_, joined_}) {
     if (event != nullptr) (void)cudaEventDestroy(static_cast<cudaEvent_t>(event));
   }
@@ -29,6 +31,7 @@ Status SideStream::create() {
   MOESAIC_RETURN_IF_ERROR(
       check_call("second stream", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
   stream_ = stream;
+  device_ = current_device();
   for (void** const event : {&forked_, &joined_}) {
     cudaEvent_t made = nullptr;
     MOESAIC_RETURN_IF_ERROR(

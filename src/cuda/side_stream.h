@@ -24,6 +24,7 @@ class SideStream {
   void* stream_ = nullptr;
   void* forked_ = nullptr;  // events
   void* joined_ = nullptr;
+  int device_ = 0;
 };
 
 }  // namespace moesaic::cuda

@@ -125,6 +125,9 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", *options.logits_dtype));
   }
   MOESAIC_RETURN_IF_ERROR(expect_threads(options.num_threads));
+  // Copied from there, to whichever device.
+  MOESAIC_RETURN_IF_ERROR(expect_device("gate weight", weight, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_device("gate bias", bias, Device::cpu()));
 
   const DType linear_dtype = options.force_fp32_compute ? DType::kF32 : weight.dtype;
   if (options.device.is_cuda()) {
@@ -141,8 +144,6 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     impl->gpu = std::move(gpu);
     return GateLinear(std::move(impl));
   }
-  MOESAIC_RETURN_IF_ERROR(expect_device("gate weight", weight, Device::cpu()));
-  MOESAIC_RETURN_IF_ERROR(expect_device("gate bias", bias, Device::cpu()));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
   MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
   std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));

@@ -181,6 +181,7 @@ Status FusedMoE::health() const {
 }
 
 Status FusedMoE::enqueue(Stream stream, const Args& args) const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);  // one call is many launches
   return impl_->engine->enqueue(stream, args);
 }
 

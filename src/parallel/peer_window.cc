@@ -1,7 +1,6 @@
 // Which provider of peer windows the ranks have in common.
 #include "parallel/peer_window.h"
 
-#include <cuda_runtime.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -14,7 +13,7 @@
 
 #include "core/hash.h"
 #include "core/refusal.h"
-#include "cuda/device_memory.h"
+#include "cuda/driver.h"
 #include "moesaic/device.h"
 #include "parallel/nccl_window_path.h"
 #include "parallel/peer_window_parts.h"
@@ -138,21 +137,13 @@ Result<std::unique_ptr<PeerWindow>> make_peer_window(Communicator& communicator,
 
 Status peer_kernels_loaded() {
   using GetLoadingMode = int (*)(int*);
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  MOESAIC_RETURN_IF_ERROR(cuda::check_call(
-      "peer windows", cudaGetDriverEntryPointByVersion("cuModuleGetLoadingMode", &function, 11070,
-                                                       cudaEnableDefault, &found)));
-#else
-  MOESAIC_RETURN_IF_ERROR(cuda::check_call(
-      "peer windows",
-      cudaGetDriverEntryPoint("cuModuleGetLoadingMode", &function, cudaEnableDefault, &found)));
-#endif
+  const Result<void*> function = cuda::driver_function("cuModuleGetLoadingMode", 11070);
+  if (!function.ok() && function.status().code() != StatusCode::kUnsupported) {
+    return function.status().with_context("peer windows");
+  }
   constexpr int kEager = 1;  // CU_MODULE_EAGER_LOADING
   int mode = 0;
-  if (function == nullptr || found != cudaDriverEntryPointSuccess ||
-      reinterpret_cast<GetLoadingMode>(function)(&mode) != 0 || mode != kEager) {
+  if (!function.ok() || reinterpret_cast<GetLoadingMode>(*function)(&mode) != 0 || mode != kEager) {
     return unsupported(
         "peer windows: kernels are loaded at their first launch, which may wait for a kernel that "
         "waits for it; need CUDA_MODULE_LOADING=EAGER in the environment");

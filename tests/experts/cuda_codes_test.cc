@@ -187,7 +187,10 @@ TEST(CudaCodes, GroupValuesAreTheReferences) {
         ASSERT_EQ(got, want[i] * scales[0]) << c.quant << ' ' << round << ' ' << i << ' ' << row[i];
       }
     }
-    EXPECT_TRUE(std::isnan(group_value(c.form, group_scale(c.form, 1.0F, 1.0F), NAN)));
+    // Also where no other value gives the group a scale.
+    for (const float amax : {1.0F, 0.0F}) {
+      EXPECT_TRUE(std::isnan(group_value(c.form, group_scale(c.form, amax, 1.0F), NAN))) << amax;
+    }
   }
 }
 
@@ -230,10 +233,12 @@ TEST(CudaCodes, RowValuesAreTheReferences) {
             << quant << ' ' << round << ' ' << i << ' ' << row[i];
       }
     }
-    // NaN has no int8 code, and is 0 there as in the reference.
+    // NaN has no int8 code: the group's largest magnitude is NaN there, and all its values.
     for (const float amax : {0.0F, 1.0F}) {
-      const float of_nan = row_value(rule, value_scale(rule, amax, 1.0F), 1.0F, NAN);
-      EXPECT_EQ(std::isnan(of_nan), activation.dtype != DType::kI8) << quant << ' ' << amax;
+      const bool int8 = activation.dtype == DType::kI8;
+      const ValueScale scale = value_scale(rule, int8 ? NAN : amax, 1.0F);
+      EXPECT_TRUE(std::isnan(row_value(rule, scale, 1.0F, NAN))) << quant << ' ' << amax;
+      EXPECT_EQ(std::isnan(row_value(rule, scale, 1.0F, 0.5F)), int8) << quant << ' ' << amax;
     }
   }
 }

@@ -244,6 +244,19 @@ TEST(CudaGeneralFormats, ScalesOfACall) {
       EXPECT_NE(std::memcmp(got.data(), own.data(), static_cast<std::size_t>(own.bytes())), 0);
     }
   }
+  // In the fast kernel the scale of nvfp4 is in the weights' factors.
+  GpuCall factors(test::make_case(68, problem_of_size("nvfp4", 384, 256), 5, DType::kBF16, 0.1), 6,
+                  "cuda_sm90");
+  const std::vector<float> ones(6, 1.0F);
+  const DeviceTensor other =
+      DeviceTensor::copy_of(ConstTensorView(reinterpret_cast<const std::byte*>(ones.data()),
+                                            DType::kF32, {6}),
+                            test::kGpu)
+          .value();
+  ExpertsArgs with = factors.args();
+  with.a2_scale = other.view();
+  test::expect_refusal(factors.experts->run(with), StatusCode::kUnsupported,
+                       {"a1_scale, a2_scale: got scales of a call for nvfp4"});
   GpuCall dynamic(test::make_case(69, problem_of_size("mxfp8", 384, 192), 2, DType::kBF16), 6,
                   kGeneralExperts);
   const DeviceTensor scale =
@@ -253,25 +266,36 @@ TEST(CudaGeneralFormats, ScalesOfACall) {
   test::expect_refusal(dynamic.experts->run(a), StatusCode::kUnsupported, {"a1_scale"});
 }
 
-// The same row, whatever NaN or infinity the rows beside it hold.
+// One value of row 7 is `bits`, as bf16; the row's result is NaN, that of the others as without.
+void expect_it_stays_in_its_row(const char* name, const char* quant, std::uint16_t bits) {
+  const auto problem = [&] { return problem_of_size(quant, 384, 256); };
+  StandardCase c = test::make_case(70, problem(), 20, DType::kBF16);
+  GpuCall clean(test::make_case(70, problem(), 20, DType::kBF16), 6, name);
+  const Tensor want = clean.run(clean.args());
+  c.hidden_states.as<std::uint16_t>()[7 * 384 + 11] = bits;
+  GpuCall call(std::move(c), 6, name);
+  const Tensor got = call.run(call.args());
+  for (std::int64_t i = 0; i < 20 * 384; ++i) {
+    const float v = got.as<float>()[i];
+    if (i / 384 == 7) {
+      ASSERT_TRUE(v != v) << name << ' ' << quant << ' ' << i;
+    } else {
+      ASSERT_EQ(v, want.as<float>()[i]) << name << ' ' << quant << ' ' << i;
+    }
+  }
+}
 TEST(CudaGeneralFormats, NanStaysInItsRow) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"fp8-channel", "nvfp4", "mxfp4", "fp8-block-64x64"}) {
-    StandardCase c = test::make_case(70, problem_of_size(quant, 384, 192), 20, DType::kBF16);
-    GpuCall clean(test::make_case(70, problem_of_size(quant, 384, 192), 20, DType::kBF16), 6,
-                  kGeneralExperts);
-    const Tensor want = clean.run(clean.args());
-    c.hidden_states.as<std::uint16_t>()[7 * 384 + 11] = 0x7FC0;
-    GpuCall call(std::move(c), 6, kGeneralExperts);
-    const Tensor got = call.run(call.args());
-    for (std::int64_t i = 0; i < 20 * 384; ++i) {
-      const float v = got.as<float>()[i];
-      if (i / 384 == 7) {
-        ASSERT_TRUE(v != v) << quant << ' ' << i;
-      } else {
-        ASSERT_EQ(v, want.as<float>()[i]) << quant << ' ' << i;
-      }
-    }
+  for (const char* quant : {"fp8-channel", "int8", "nvfp4", "mxfp4", "mxfp8", "fp8-block-64x64",
+                            "int4-g128-int8", "mxfp4-int8"}) {
+    expect_it_stays_in_its_row(kGeneralExperts, quant, 0x7FC0);
+  }
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8", "nvfp4", "mxfp4", "mxfp8",
+                            "mxfp4-fp8", "int4-fp8"}) {
+    expect_it_stays_in_its_row("cuda_sm90", quant, 0x7FC0);
+  }
+  for (const char* name : {kGeneralExperts, "cuda_sm90"}) {
+    expect_it_stays_in_its_row(name, "int8", 0x7F80);  // infinity
   }
 }
 

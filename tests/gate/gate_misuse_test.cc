@@ -136,6 +136,18 @@ TEST(GateMisuse, Devices) {
                        StatusCode::kInvalidArgument, {"gate weight: got memory of cuda:0"});
   test::expect_refusal(create(w.view(), {bias.data(), kBF16, {4}, Device::cuda(0)}, {}),
                        StatusCode::kInvalidArgument, {"gate bias: got memory of cuda:0"});
+  // Weights are copied from the host to whichever device.
+  options.logits_dtype = {};
+  options.device = Device::cuda(0);
+  for (const ConstTensorView& bad : {ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(0)),
+                                    ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(1))}) {
+    const Status status = create(bad, {}, options);
+    if (check_device(options.device).ok()) {
+      test::expect_refusal(status, StatusCode::kInvalidArgument, {"gate weight: got memory of cuda:"});
+    } else {
+      EXPECT_EQ(status.to_string(), check_device(options.device).to_string());
+    }
+  }
   const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   EXPECT_EQ(g.device(), Device::cpu());
   const Tensor x = zeros(kF32, {2, 8});

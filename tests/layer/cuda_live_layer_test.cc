@@ -3,9 +3,12 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
 #include "layer/layer_case.h"
+#include "moesaic/device_tensor.h"
+#include "numerics/element.h"
 #include "support/cuda_device.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
@@ -45,6 +48,69 @@ TEST(CudaLiveLayer, CopiedRowsAreTheExpertsToTheBit) {
     }
     EXPECT_TRUE(test::same_bits(test::run_layer(b, x).output.view(), want.output.view(), &why))
         << why;
+  }
+}
+
+// Scales of the hidden states that are alike let the gate or the router run what is in front of the
+// experts; they may differ once the experts' rows are handed out.
+TEST(CudaLiveLayer, HandedOutExpertsAreRoutedAsBefore) {
+  if (!check_device(Device::cuda(0)).ok())
+    GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
+  const test::LayerTensors tensors = test::make_tensors(95, test::small_spec());
+  FusedMoE::Options options = test::on_gpu(32);
+  options.quant = "nvfp4";
+  const FusedMoE layer = test::make_layer(tensors, options);
+  for (const std::int64_t tokens : {1, 2, 12}) {
+    const Tensor x = test::random_hidden(96, tokens, test::small_spec().hidden_size);
+    const test::LayerRun want = test::run_layer(layer, x);
+    ASSERT_TRUE(layer.get_expert_weights().ok());
+    std::string why;
+    EXPECT_TRUE(test::same_bits(test::run_layer(layer, x).output.view(), want.output.view(), &why))
+        << tokens << ' ' << why;
+  }
+}
+
+// Host tensors travel on a stream of the layer's own choice: not before what enqueue left on another.
+TEST(CudaLiveLayer, ForwardComesAfterWhatWasEnqueued) {
+  if (!check_device(Device::cuda(0)).ok())
+    GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
+  const MoeLayerSpec spec = test::small_spec();
+  const test::LayerTensors tensors = test::make_tensors(97, spec);
+  const FusedMoE layer = test::make_layer(tensors, test::on_gpu(32));
+  const Tensor x = test::random_hidden(98, 17, spec.hidden_size);
+  const test::LayerRun want = test::run_layer(layer, x);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const auto in = DeviceTensor::copy_of(x.view(), Device::cuda(0)).value();
+  auto out = DeviceTensor::copy_of(want.output.view(), Device::cuda(0)).value();
+  constexpr std::size_t kBytes = std::size_t{1} << 30;
+  void* big = nullptr;
+  ASSERT_EQ(cudaMalloc(&big, kBytes), cudaSuccess);
+  for (int i = 0; i < 200; ++i) ASSERT_EQ(cudaMemsetAsync(big, i, kBytes, stream), cudaSuccess);
+  ASSERT_TRUE(layer.enqueue({stream}, in.view(), out.view()).ok());
+  ASSERT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
+  std::string why;
+  EXPECT_TRUE(test::same_bits(test::run_layer(layer, x).output.view(), want.output.view(), &why))
+      << why;
+  EXPECT_EQ(cudaStreamQuery(stream), cudaSuccess);
+  (void)cudaStreamDestroy(stream);
+  (void)cudaFree(big);
+}
+
+// NaN in weights is data, on either device.
+TEST(CudaLiveLayer, NanInTheSharedGateIsData) {
+  if (!check_device(Device::cuda(0)).ok())
+    GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
+  MoeLayerSpec spec = test::small_spec();
+  spec.shared.intermediate_size = 128;
+  spec.shared.gated_output = true;
+  test::LayerTensors tensors = test::make_tensors(99, spec);
+  ASSERT_EQ(tensors.shared_gate_weight.dtype(), DType::kBF16);
+  tensors.shared_gate_weight.as<std::uint16_t>()[3] = 0x7FC0;
+  const FusedMoE layer = test::make_layer(tensors, test::on_gpu(32));
+  const test::LayerRun run = test::run_layer(layer, test::random_hidden(100, 3, spec.hidden_size));
+  for (std::int64_t i = 0; i < 3 * spec.hidden_size; ++i) {
+    ASSERT_TRUE(std::isnan(load_as_f32(run.output.data(), run.output.dtype(), i))) << i;
   }
 }
 

@@ -44,11 +44,14 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t at = order == nullptr ? column : order[column];
       return operand_element(p.x, p.x_dtype, from * p.columns + at, p.round, factor);
     };
+    const auto larger = [&](float a, float b) {
+      return p.rule.codes == ValueRule::Codes::kI8 ? ptx::max_nan(a, b) : fmaxf(a, b);
+    };
     float amax = 0;
-    for (std::int64_t c = first + lane; c < end; c += 32) amax = fmaxf(amax, fabsf(element(c)));
+    for (std::int64_t c = first + lane; c < end; c += 32) amax = larger(amax, fabsf(element(c)));
     MOESAIC_CUDA_FAULT(cuda_general_values_have_the_amax_of_a_lane, if (lane != 0) amax = 0.0F;)
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
+    for (int d = 1; d < 32; d <<= 1) amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
     const ValueScale scale = value_scale(p.rule, amax, fixed);
     for (std::int64_t c = first + lane; c < end; c += 32) {
       p.values[to * p.columns + c] = row_value(p.rule, scale, fixed, element(c));

@@ -53,10 +53,10 @@ struct ValueScale {
   float scale = 1, to_codes = 1;
 };
 
-// Of columns with largest magnitude amax (not NaN). fixed: the stored scale, where the rule has one.
+// Of columns with largest magnitude amax; NaN of int8 codes only, none of which is one. fixed: the stored scale, where the rule has one.
 MOESAIC_HOST_DEVICE ValueScale value_scale(const ValueRule& rule, float amax, float fixed) {
   using group_values_bits::bits_of, group_values_bits::float_of;
-  if (rule.codes == ValueRule::Codes::kI8) return {amax > 0.0F ? amax / 127.0F : 1.0F, 1.0F};
+  if (rule.codes == ValueRule::Codes::kI8) return {amax == 0.0F ? 1.0F : amax / 127.0F, 1.0F};
   if (rule.codes == ValueRule::Codes::kForm) {
     const GroupScale g = group_scale(rule.form, amax, rule.fixed ? 1.0F / fixed : 1.0F);
     return {g.scale, g.to_codes};

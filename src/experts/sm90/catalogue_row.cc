@@ -41,6 +41,28 @@ Result<std::int64_t> general_experts_workspace_size(const MoeProblem& problem,
   return general_workspace_size(problem, tokens);
 }
 
+Status expect_disjoint_args(const MoeProblem& p, const ExpertsArgs& a) {
+  const TensorView workspace(a.workspace.data(), DType::kU8, {std::ssize(a.workspace)}, p.device);
+  const auto of_ints = [&](std::span<const std::int32_t> ints) {
+    return ConstTensorView(reinterpret_cast<const std::byte*>(ints.data()), DType::kI32,
+                           {std::ssize(ints)}, p.device);
+  };
+  const ConstTensorView rows = p.format == ActivationFormat::kBatched
+                                   ? a.hidden_states
+                                   : rows_extent(a.hidden_states);
+  for (const auto& [field, view] :
+       {std::pair{"hidden_scale", a.hidden_scale}, std::pair{"topk_ids", a.topk_ids},
+        std::pair{"topk_weights", a.topk_weights},
+        std::pair{"expert_map", of_ints(a.expert_map)},
+        std::pair{"expert_num_tokens", of_ints(a.expert_num_tokens)},
+        std::pair{"a1_scale", a.a1_scale}, std::pair{"a2_scale", a.a2_scale}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, field, view));
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", workspace, field, view));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", workspace, "hidden_states", rows));
+  return expect_no_overlap("workspace", workspace, "output", a.output);
+}
+
 Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows) {
   if (p.format == ActivationFormat::kBatched) return check_slab_args(p, a, any_rows);
   if (a.hidden_states.rank() != 2) {
@@ -114,10 +136,7 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows)
     MOESAIC_RETURN_IF_ERROR(
         expect_no_overlap("output", a.output, "hidden_states", rows_extent(a.hidden_states)));
   }
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "a1_scale", a.a1_scale));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "a2_scale", a.a2_scale));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "topk_ids", a.topk_ids));
-  return expect_no_overlap("output", a.output, "topk_weights", a.topk_weights);
+  return expect_disjoint_args(p, a);
 }
 
 }  // namespace moesaic::cuda

@@ -25,5 +25,7 @@ Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
 Status check_sm90_args(const MoeProblem& problem, const ExpertsArgs& args, bool any_rows = false);
 // The same in the batched format.
 Status check_slab_args(const MoeProblem& problem, const ExpertsArgs& args, bool any_rows);
+// What a call writes, beside what else it has; whether the output may be hidden_states is not looked at.
+Status expect_disjoint_args(const MoeProblem& problem, const ExpertsArgs& args);
 
 }  // namespace moesaic::cuda

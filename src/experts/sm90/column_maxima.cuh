@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/row_codes.cuh"
+
 namespace moesaic::cuda {
 
 // The largest magnitude in each column of what a thread has: where gated, elements 4 j + i are the
@@ -12,16 +14,17 @@ template <int kColumns>
 struct ColumnMagnitudes {
   float of[kColumns / 4];  // 2 j + i: column 8 j + 2 (lane % 4) + i
 };
-template <bool kGated, int kColumns>
+template <bool kGated, int kColumns, bool kInt8 = false>
 __device__ __forceinline__ ColumnMagnitudes<kColumns> column_magnitudes(
     const float (&acc)[2][kColumns / 2]) {
   ColumnMagnitudes<kColumns> m;
 #pragma unroll
   for (int e = 0; e < kColumns / 4; ++e) {
     const int at = 4 * (e >> 1) + (e & 1);
-    m.of[e] = fmaxf(fabsf(acc[0][at]), fabsf(acc[1][at]));
+    m.of[e] = larger(kInt8, fabsf(acc[0][at]), fabsf(acc[1][at]));
     if constexpr (!kGated) {
-      m.of[e] = fmaxf(m.of[e], fmaxf(fabsf(acc[0][at + 2]), fabsf(acc[1][at + 2])));
+      m.of[e] = larger(kInt8, m.of[e],
+                       larger(kInt8, fabsf(acc[0][at + 2]), fabsf(acc[1][at + 2])));
     }
   }
   return m;
@@ -29,7 +32,7 @@ __device__ __forceinline__ ColumnMagnitudes<kColumns> column_magnitudes(
 
 // Takes a maximum for each of kCount values over the eight lanes with the same lane % 4. Lanes share
 // the work: while a number of values is even, each of a pair goes on with half of them.
-template <int kCount>
+template <int kCount, bool kInt8 = false>
 struct ColumnMaxima {
   static constexpr int after(int count) { return count % 2 == 0 ? count / 2 : count; }
   static constexpr int kTwo = after(kCount), kFour = after(kTwo), kLeft = after(kFour);
@@ -38,7 +41,7 @@ struct ColumnMaxima {
   int first = 0;
   bool own = true;  // no other lane has the same
 
-  // NaN is dropped where there is a number.
+  // Without kInt8 NaN is dropped where there is a number.
   __device__ __forceinline__ ColumnMaxima(const float (&all)[kCount], int lane) {
     float two[kTwo], four[kFour];
     step<16>(all, two, lane);
@@ -62,7 +65,7 @@ struct ColumnMaxima {
     if constexpr (kFrom == kTo) {
 #pragma unroll
       for (int k = 0; k < kTo; ++k) {
-        to[k] = fmaxf(from[k], __shfl_xor_sync(0xFFFFFFFFU, from[k], kMask));
+        to[k] = larger(kInt8, from[k], __shfl_xor_sync(0xFFFFFFFFU, from[k], kMask));
       }
       own = own && !upper;
     } else {
@@ -70,7 +73,7 @@ struct ColumnMaxima {
       for (int k = 0; k < kTo; ++k) {
         const float kept = upper ? from[k + kTo] : from[k];
         const float given = upper ? from[k] : from[k + kTo];
-        to[k] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFU, given, kMask));
+        to[k] = larger(kInt8, kept, __shfl_xor_sync(0xFFFFFFFFU, given, kMask));
       }
       first += upper ? kTo : 0;
     }

@@ -70,6 +70,10 @@ template <class Inner>
 __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int expert, int band,
                                                      int row, int rows, int lane,
                                                      float (&acc)[128]) {
+  constexpr bool kInt8 = [] {
+    if constexpr (Inner::kWholeRow) return Inner::kInt8;
+    return false;
+  }();
   const int t = lane & 3;
   const int channel0 = band * 128 + t * 4;
   float amax[2] = {0.0F, 0.0F};
@@ -99,7 +103,7 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
           const float y = SwigluEpilogue::activate(p.activation, acc[at] + gate_bias[e],
                                                    acc[at + 4] + up_bias[e]);
           acc[at] = inside ? round_inner<Inner>(y) : 0.0F;
-          amax[i] = fmaxf(amax[i], fabsf(acc[at]));
+          amax[i] = larger(kInt8, amax[i], fabsf(acc[at]));
         }
       }
     }
@@ -118,8 +122,8 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
     }
     if constexpr (Inner::kWholeRow) {
       if (p.whole.inner_static == nullptr) {
-        float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
+        float m = larger(Inner::kInt8, amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
+        m = larger(Inner::kInt8, m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
         MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_the_amax_of_a_lane, m = amax[i];)
         if (t == 0 && 8 * i < rows) add_row_amax(p, row + 8 * i, m);
       }

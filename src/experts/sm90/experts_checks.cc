@@ -204,6 +204,11 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
             "x_scales, inner_scales: got scales of a call, need a scheme with static ones, and a "
             "call that runs its own prologue"};
   }
+  if (a.brings_scales() && plan.format->rows == RowForm::kNv4Values) {
+    return {StatusCode::kUnsupported,
+            "a1_scale, a2_scale: got scales of a call for nvfp4, need those that the experts were "
+            "made with, which are in their weights' factors (backend cuda_general takes others)"};
+  }
   const bool keeps = plan.quantizes() && !plan.weight_on_input && !plan.static_scales;
   if (a.rows.kind == CudaRows::Kind::kKept && !keeps) {
     return {StatusCode::kUnsupported,

@@ -66,14 +66,9 @@ Status check_slab_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows)
     return unsupported("numerics: got rows in the batched format, need rows [M, H]");
   }
   MOESAIC_RETURN_IF_ERROR(experts::check_call_scales(p, a.a1_scale, a.a2_scale));
-  const ConstTensorView counts(reinterpret_cast<const std::byte*>(a.expert_num_tokens.data()),
-                               DType::kI32, {p.num_local_experts}, p.device);
-  for (const auto& [field, view] :
-       {std::pair{"hidden_states", a.hidden_states}, std::pair{"expert_num_tokens", counts},
-        std::pair{"a1_scale", a.a1_scale}, std::pair{"a2_scale", a.a2_scale}}) {
-    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, field, view));
-  }
-  return {};
+  MOESAIC_RETURN_IF_ERROR(
+      expect_no_overlap("output", a.output, "hidden_states", a.hidden_states));
+  return expect_disjoint_args(p, a);
 }
 
 }  // namespace moesaic::cuda

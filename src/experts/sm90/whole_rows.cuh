@@ -33,7 +33,7 @@ struct InnerRows {
   }
 };
 
-// The magnitude m of a part of row `row`.
+// The magnitude m of a part of row `row`; as bits NaN is above all numbers.
 __device__ __forceinline__ void add_row_amax(const GroupedParams& p, int row, float m) {
   atomicMax(p.whole.inner_amax + row, __float_as_uint(m));
 }
@@ -88,11 +88,12 @@ __device__ __forceinline__ void store_whole_columns(const GroupedParams& p, int 
       ptx::store_if(live, to, make_uint2(ptx::bf16x2(a, b), ptx::bf16x2(c, d)));
     }
   });
-  ColumnMagnitudes<kColumns> magnitudes = column_magnitudes<kGated, kColumns>(acc);
+  ColumnMagnitudes<kColumns> magnitudes =
+      column_magnitudes<kGated, kColumns, Inner::kInt8>(acc);
   MOESAIC_CUDA_FAULT(cuda_experts_row_amax_of_one_band,
                      for (float& m
                           : magnitudes.of) m = channel >= 128 ? 0.0F : m;)
-  const ColumnMaxima<kColumns / 4> maxima(magnitudes.of, lane);
+  const ColumnMaxima<kColumns / 4, Inner::kInt8> maxima(magnitudes.of, lane);
   maxima.each(lane, [&](int column, float m) {
     if (maxima.own && column < rows) add_row_amax(p, first_row + column, m);
   });

@@ -21,10 +21,7 @@ cudaStream_t stream_of(const SideStream& side) { return static_cast<cudaStream_t
 
 }  // namespace
 
-DeviceBalance::~DeviceBalance() {
-  const DeviceScope scope(device_);
-  if (called_ != nullptr) (void)cudaEventDestroy(static_cast<cudaEvent_t>(called_));
-}
+DeviceBalance::~DeviceBalance() = default;
 
 Result<std::unique_ptr<DeviceBalance>> DeviceBalance::create(int device, std::int64_t num_logical,
                                                              std::int64_t num_physical,
@@ -61,10 +58,7 @@ Result<std::unique_ptr<DeviceBalance>> DeviceBalance::create(int device, std::in
   carve(arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   MOESAIC_RETURN_IF_ERROR(made->side_.create());
-  cudaEvent_t called = nullptr;
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("loads of experts", cudaEventCreateWithFlags(&called, cudaEventDisableTiming)));
-  made->called_ = called;
+  MOESAIC_RETURN_IF_ERROR(made->called_.create());
   MOESAIC_RETURN_IF_ERROR(made->set_recording(true));
   return made;
 }
@@ -76,20 +70,11 @@ Status DeviceBalance::map(void* stream, const std::int32_t* ids, std::int64_t co
 
 Status DeviceBalance::end_call(void* stream) {
   MOESAIC_RETURN_IF_ERROR(check_call("load balancing", launch_balance_step(state_, stream)));
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  auto* const s = static_cast<cudaStream_t>(stream);
-  MOESAIC_RETURN_IF_ERROR(check_call("load balancing", cudaStreamIsCapturing(s, &capture)));
-  if (capture != cudaStreamCaptureStatusNone) return {};
-  has_called_ = true;
-  return check_call("load balancing", cudaEventRecord(static_cast<cudaEvent_t>(called_), s));
+  return called_.end(stream);
 }
 
 Status DeviceBalance::after_calls() { return after_calls(side_.handle()); }
-Status DeviceBalance::after_calls(void* stream) {
-  if (!has_called_) return {};
-  return check_call("load balancing", cudaStreamWaitEvent(static_cast<cudaStream_t>(stream),
-                                                          static_cast<cudaEvent_t>(called_), 0));
-}
+Status DeviceBalance::after_calls(void* stream) { return called_.before(stream); }
 
 Status DeviceBalance::copy(const char* what, void* to, const void* from, std::int64_t bytes) {
   MOESAIC_RETURN_IF_ERROR(

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "cuda/device_memory.h"
+#include "cuda/last_call.h"
 #include "cuda/side_stream.h"
 #include "layer/slot_memory.h"
 #include "layer/sm90/balance_ops.h"
@@ -58,8 +59,7 @@ class DeviceBalance final : public layer::SlotMemory {
   BalanceState state_;
   Allocation memory_;  // of state_
   SideStream side_;
-  void* called_ = nullptr;  // event: the last call that was no capture
-  bool has_called_ = false;
+  LastCall called_;
   bool peers_write_ = false;
   PeerMemory peer_memory_ = {};  // of the windows that they write through
 };

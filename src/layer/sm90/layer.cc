@@ -105,6 +105,7 @@ Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::Engine
 
 // All that needs no other rank.
 Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
+  MOESAIC_RETURN_IF_ERROR(last_call.create());
   const MoeLayerSpec& spec = parts.spec;
   const FusedMoE::Options& options = parts.options;
   MoeLayerWeights& weights = parts.weights;

@@ -146,6 +146,7 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
         stream, layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
     if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
   }
+  MOESAIC_RETURN_IF_ERROR(impl_->last_call.end(stream.handle));
   return m.balance != nullptr ? m.balance->end_call(stream.handle) : Status();
 }
 

@@ -151,6 +151,7 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
     MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
     stream = m.peers->stream();
   }
+  MOESAIC_RETURN_IF_ERROR(m.last_call.before(stream));  // it may be in the workspace still
   MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(stream, rows, out)
                                             : m.run_over_ranks(stream, rows, out));
   MOESAIC_RETURN_IF_ERROR(synchronize(stream));

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "cuda/device_memory.h"
+#include "cuda/last_call.h"
 #include "cuda/side_stream.h"
 #include "experts/sm90/experts.h"
 #include "gate/sm90/gate_linear.h"
@@ -46,6 +47,7 @@ struct CudaLayer::Impl {
   DeviceBalance* balance = nullptr;  // its memory
   Allocation ones, shared_ids;       // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
+  LastCall last_call;              // that enqueue left on some stream
   LayerDeviceFunctions functions;  // of the caller's
   // FusedPlan::shared_stream: where shared experts run, for one call at a time.
   struct Beside {

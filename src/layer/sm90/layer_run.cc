@@ -102,7 +102,10 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   std::optional<ExpertsPrologue> prologue;
   if (how != ProloguePlace::kInExperts) {
     prologue = experts->prologue(*next);
-    next->in_front.emplace();
+    // Experts whose static scales may have come to differ since the layer was made have none.
+    const bool forgets = MOESAIC_FAULT(cuda_layer_prologue_of_experts_without);
+    if (prologue || forgets) next->in_front.emplace();
+    if (!prologue) how = forgets ? ProloguePlace::kInRouter : ProloguePlace::kInExperts;
   }
   if (how == ProloguePlace::kInGate) {
     next->in_front->route = with.usual(r);
@@ -167,6 +170,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
     r.router_logits = w.shared_logits;
     r.topk_weights = w.shared_weights;
     r.topk_ids = w.shared_ids;
+    r.keeps_nan = !MOESAIC_FAULT(cuda_layer_shared_gate_drops_nan);
     MOESAIC_RETURN_IF_ERROR(shared_router->enqueue(stream, r));
     a.topk_ids = w.shared_ids;
     a.topk_weights = w.shared_weights;

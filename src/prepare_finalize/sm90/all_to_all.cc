@@ -67,7 +67,7 @@ struct CudaAllToAll::Impl {
   Status pack(void* stream);
   Status exchange_rows(void* stream);
   Result<Prepared> unpack(void* stream);
-  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype}; }
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype, 16}; }
   Status give_up(const Status& reason) const {
     static_cast<void>(messages.communicator().abandon(reason.message()));
     return reason;
@@ -347,6 +347,10 @@ Status CudaAllToAll::Impl::finalize(const FinalizeArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.mine.tokens, m.hidden}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
   MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, m.device));
+  if (m.mine.tokens > 0) {
+    MOESAIC_RETURN_IF_ERROR(
+        check_device_pointer("output", args.output.data, 16, m.device.index()));
+  }
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   const std::int64_t bytes = m.answer_bytes();

@@ -74,7 +74,7 @@ struct CudaPeerAllToAll::Impl {
   }
   Status allocate(const std::vector<std::int32_t>& owners);
   Status stand(const parallel::PeerLayout& layout);
-  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype}; }
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype, 16}; }
   Status send(void* stream, const PrepareArgs& args) const;
   Status take(void* stream) const;
 };

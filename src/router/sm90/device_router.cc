@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 #include <utility>
@@ -59,13 +60,17 @@ class Sm90Router final : public DeviceRouter {
       std::int64_t alignment;
     };
     const bool zero_experts = spec().num_zero_experts > 0;
-    const auto own = [](const ConstTensorView& t) { return std::int64_t{dtype_bits(t.dtype)} / 8; };
+    const auto own = [](const ConstTensorView& t) {
+      return std::max(std::int64_t{dtype_bits(t.dtype)} / 8, std::int64_t{1});
+    };
+    const bool reads_rows = zero_experts || spec().method == RoutingMethod::kCustom;
     for (const Address& at :
          {Address{"router_logits", args.router_logits, own(args.router_logits)},
           Address{"topk_weights", args.topk_weights, 4},
           Address{"topk_ids", args.topk_ids, own(args.topk_ids)},
           Address{"input_ids", args.input_ids, 4}, Address{"padding_mask", args.padding_mask, 1},
-          Address{"hidden_states", args.hidden_states, own(args.hidden_states)},
+          Address{"hidden_states", reads_rows ? args.hidden_states : ConstTensorView(),
+                  own(args.hidden_states)},
           Address{"zero_expert_output", args.zero_expert_output, own(args.zero_expert_output)}}) {
       if (!at.view.present()) continue;
       MOESAIC_RETURN_IF_ERROR(

@@ -34,6 +34,7 @@ struct RouteParams {
   ScoringFunc scoring = ScoringFunc::kSoftmax;
   DType narrow_dtype = DType::kBF16;  // or F16
   bool renormalize = false;
+  bool keeps_nan = false;           // kLlama4: the weight of a NaN is NaN, not zero
   bool groups_by_best_two = false;  // a group's rank is the sum of its two best candidates
   float renorm_floor = 0, renorm_epsilon = 0, scale = 1, p_norm = 1, jitter_eps = 0,
         shared_weight = 1;

@@ -46,6 +46,7 @@ RouteParams CudaRouter::Impl::of_call(const CudaRouterArgs& a) const {
     p.ids = static_cast<std::int32_t*>(a.topk_ids);
   }
   p.zero_weight = spec.num_zero_experts > 0 ? a.zero_expert_weight : nullptr;
+  p.keeps_nan = a.keeps_nan;
   p.tokens = a.tokens;
   return p;
 }

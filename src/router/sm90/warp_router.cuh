@@ -57,7 +57,7 @@ class WarpRouter {
         select_raw();
         for (int j = lane_; j < p_.top_k; j += 32) {
           const float logit = s_.weights[j];
-          s_.weights[j] = logit != logit ? 0.0F : router::sigmoid(logit);
+          s_.weights[j] = logit == logit ? router::sigmoid(logit) : p_.keeps_nan ? logit : 0.0F;
           MOESAIC_CUDA_FAULT(cuda_router_sigmoid_of_the_selected_missing, s_.weights[j] = 1.0F;)
         }
         break;
