@@ -112,7 +112,8 @@ std::string_view rank_engine_name(RankEngine engine);  // "messages", "peer_wind
 struct RankOptions {
   // Not null: has Options::parallel.flat_size() ranks, of which this one is flat_rank(); create and
   // forward are collective, and the output is the complete sum for the rows of this rank. Layers
-  // that share a communicator are used in the same order on all ranks.
+  // that share a communicator are used in the same order on all ranks. Without one, or of one rank,
+  // nothing travels, and what says how is not looked at.
   std::shared_ptr<Communicator> communicator;
   RankTransport transport = RankTransport::kAuto;
   // kPeerWindows: ranks that are threads of one process, or have a process each on one host, at most

@@ -346,6 +346,10 @@ Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t wo
     return {StatusCode::kWorkspaceTooSmall,
             fmt::format("workspace: got {} bytes, need {}", a.workspace.size(), workspace_needed)};
   }
+  if (workspace_needed > 0 && a.workspace.data() == nullptr) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("workspace: got null, need {} bytes of memory", workspace_needed)};
+  }
   if (reinterpret_cast<std::uintptr_t>(a.workspace.data()) % kArenaAlignment != 0) {
     return {StatusCode::kInvalidLayout, "workspace: got an unaligned pointer, need 64 bytes"};
   }

@@ -138,6 +138,9 @@ Result<std::span<std::byte>> ModularKernel::Impl::workspace_of(const Args& a, in
         StatusCode::kInvalidArgument,
         "workspace: got none, and the kernel has none of its own (own_workspace = false)");
   }
+  if (a.workspace.data() == nullptr) {
+    return Status(StatusCode::kInvalidArgument, "workspace: got bytes at null, need memory");
+  }
   const std::int64_t alignment = problem.device.is_cuda() ? 256 : 64;
   if (reinterpret_cast<std::uintptr_t>(a.workspace.data()) %
           static_cast<std::uintptr_t>(alignment) !=

@@ -128,6 +128,12 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
                   fmt::format("num_redundant_experts: got {} without enable_eplb, need 0",
                               options.ranks.num_redundant_experts));
   }
+  if (options.ranks.reduction == RankReduction::kPerSlot && p.tp_size > 1) {
+    return unsupported(
+        fmt::format("reduction: got per_slot with tp_size {}, whose ranks hold slices of experts; "
+                    "need per_rank, or expert parallelism",
+                    p.tp_size));
+  }
   if (!options.ranks.communicator) return plan;
   plan.size = options.ranks.communicator->size();
   if (plan.size != p.flat_size() || options.ranks.communicator->rank() != p.flat_rank()) {
@@ -140,12 +146,6 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   plan.active = true;
   plan.parallel = p;
   MOESAIC_ASSIGN_OR_RETURN(plan.transport, resolve(options.ranks.transport, p));
-  if (options.ranks.reduction == RankReduction::kPerSlot && p.tp_size > 1) {
-    return unsupported(
-        fmt::format("reduction: got per_slot with tp_size {}, whose ranks hold slices of experts; "
-                    "need per_rank, or expert parallelism",
-                    p.tp_size));
-  }
   const bool slots = options.ranks.reduction_in_force() == RankReduction::kPerSlot;
   plan.per_slot = slots && top_k > 1 && plan.transport != RankTransport::kBatched;
   plan.slots_as_rows = plan.per_slot && engine_of(options.device).slots_as_rows;

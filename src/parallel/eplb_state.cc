@@ -11,7 +11,12 @@ namespace moesaic {
 
 Result<LoadWindow> LoadWindow::create(std::int64_t num_logical, std::int64_t window) {
   const auto total = checked_mul(num_logical, window);
-  if (num_logical < 1 || window < 1 || !total) {
+  if (num_logical > 0 && window > 0 && !total) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("window: got {} steps of {} experts, need fewer than 2^63 of both",
+                              window, num_logical));
+  }
+  if (num_logical < 1 || window < 1) {
     return Status(
         StatusCode::kInvalidArgument,
         fmt::format("window: got {} steps of {} experts, need >= 1 of both", window, num_logical));

@@ -30,6 +30,14 @@ bool selects_on_scores(RoutingMethod method) {
 // Methods whose rule is fixed refuse settings that they would otherwise ignore in silence.
 Status check_method(const RoutingSpec& r) {
   const auto method = routing_method_name(r.method);
+  if (method == "unknown") {
+    return invalid(fmt::format("routing.method: got {}, need one of RoutingMethod",
+                               static_cast<int>(r.method)));
+  }
+  if (scoring_func_name(r.scoring_func) == "unknown") {
+    return invalid(fmt::format("routing.scoring_func: got {}, need one of ScoringFunc",
+                               static_cast<int>(r.scoring_func)));
+  }
   if (r.has_correction_bias && !selects_on_scores(r.method)) {
     return invalid(
         fmt::format("routing.has_correction_bias: got true with method {}, need false", method));

@@ -175,6 +175,12 @@ TEST(DeviceExperts, MistakesAreRefusedBeforeALaunch) {
   a = call.args();
   a.workspace = a.workspace.first(256);
   expect_refusal(call.experts->run(a), StatusCode::kWorkspaceTooSmall, {"workspace"});
+  a = call.args();
+  a.workspace = {a.output.data, a.workspace.size()};
+  expect_refusal(call.experts->run(a), StatusCode::kAliasing, {"workspace overlaps output"});
+  a = call.args();
+  a.topk_weights.data = a.workspace.data();
+  expect_refusal(call.experts->run(a), StatusCode::kAliasing, {"workspace overlaps topk_weights"});
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 

@@ -333,6 +333,11 @@ TEST_P(RunArgs, IdsAndMaps) {
 TEST_P(RunArgs, WorkspaceAndAliasing) {
   refuse([](auto& a) { a.workspace = a.workspace.first(64); }, StatusCode::kWorkspaceTooSmall,
          "workspace: got 64 bytes, need");
+  refuse(
+      [](auto& a) {
+        a.workspace = {static_cast<std::byte*>(nullptr), a.workspace.size()};
+      },
+      StatusCode::kInvalidArgument, "workspace: got null, need");
   refuse([](auto& a) { a.workspace = a.workspace.subspan(1); }, StatusCode::kInvalidLayout,
          "workspace");
   refuse(
@@ -391,7 +396,9 @@ TEST(WorkspaceSize, IsMonotoneAndRefusesNegatives) {
       EXPECT_GE(bytes, last) << name;
       last = bytes;
     }
-    EXPECT_FALSE(experts->workspace_size(-1).ok()) << name;
+    const Status negative = experts->workspace_size(-1).status();
+    EXPECT_EQ(negative.code(), StatusCode::kInvalidArgument) << name;
+    EXPECT_NE(negative.message().find("tokens: got -1"), std::string::npos) << negative.message();
     EXPECT_GT(experts->weight_bytes(), 0);
     EXPECT_FALSE(experts->determinism().empty());
     EXPECT_EQ(experts->name(), name);

@@ -423,6 +423,8 @@ TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
   expect_refused(kernel.run(args), StatusCode::kInvalidArgument, "workspace: got none");
   args.workspace = {workspace.data(), size - 1};
   expect_refused(kernel.run(args), StatusCode::kWorkspaceTooSmall, "workspace: got");
+  args.workspace = {static_cast<std::byte*>(nullptr), size};
+  expect_refused(kernel.run(args), StatusCode::kInvalidArgument, "workspace: got bytes at null");
   args.workspace = {workspace.data() + 8, size};
   expect_refused(kernel.run(args), StatusCode::kInvalidLayout, "workspace: got an address");
   args.workspace = {workspace.data(), size};

@@ -298,6 +298,9 @@ TEST(LoadWindow, ForgetsTheOldestAndSurvivesANewMap) {
   expect_refusal(w.record(Ids{1}, Ids{0, 1}), StatusCode::kInvalidArgument, {"physical_load"});
   expect_refusal(LoadWindow::create(3, 0).status(), StatusCode::kInvalidArgument,
                  {"window: got 0"});
+  constexpr std::int64_t kMany = std::int64_t{1} << 40;
+  expect_refusal(LoadWindow::create(kMany, kMany).status(), StatusCode::kLimitExceeded,
+                 {"window: got 1099511627776 steps", "2^63"});
 }
 
 TEST(EplbMisuse, RefusesByName) {

@@ -105,6 +105,12 @@ TEST(RouterMisuse, SpecValues) {
     s.routed_scaling_factor = 2;
     refused(s, "routing.routed_scaling_factor: got 2 with method");
   }
+  s = test::method_spec(RoutingMethod::kTopK, 8, 2);
+  s.method = static_cast<RoutingMethod>(77);
+  refused(s, "routing.method: got 77, need one of RoutingMethod");
+  s = test::method_spec(RoutingMethod::kTopK, 8, 2);
+  s.scoring_func = static_cast<ScoringFunc>(77);
+  refused(s, "routing.scoring_func: got 77, need one of ScoringFunc");
   for (const auto method :
        {RoutingMethod::kTopKSoftmax, RoutingMethod::kLlama4, RoutingMethod::kSparseMixer,
         RoutingMethod::kPNorm, RoutingMethod::kCustom, RoutingMethod::kSimulated}) {

@@ -56,6 +56,19 @@ class Bench(ToolTest):
         self.assertEqual([hidden["flops"] - p["flops"] for p in (logits, topk)], [gate, gate])
         self.assertNotIn("door", self.points("--tokens", "5")[0])
 
+    def test_a_stage_without_experts_has_no_backend_of_theirs(self):
+        for stage in ("gate", "route"):
+            self.fails(UNSUPPORTED, "--backend cpu_avx2", "got --stage " + stage,
+                       arguments=("bench", "--shape", self.SHAPE, "--stage", stage, "--backend", "cpu_avx2"))  # fmt: skip
+
+    def test_blocks_of_gate_and_up_end_ragged(self):
+        for stage, quant in (("experts", "fp8-block"), ("layer", "fp8-block-64x64")):
+            common = ("--device", "cpu", "--seconds", "0", "--tokens", "3", "--json")
+            result = run("bench", "--shape", "2,2,257,129", "--stage", stage, "--quant", quant, *common)
+            self.assertEqual(result.returncode, OK, result.stderr)
+            point = json.loads(result.stdout)
+            self.assertLessEqual(point["rel_l2"], point["bound"])
+
     def test_plot_with_peers(self):
         rows = [
             {"impl": "other <one>", "format": "bf16", "E": 64, "top_k": 4, "hidden": 128, "intermediate": 64, "M": m,

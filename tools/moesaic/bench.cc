@@ -214,6 +214,12 @@ int run_bench(BenchArguments state) {
          fmt::format("--door {}: got --stage {}, need layer", state.door, state.stage)},
         Origin::kOption, "add --stage layer");
   }
+  if ((state.stage == "gate" || state.stage == "route") && !state.common.backend.empty()) {
+    return console.fail({StatusCode::kUnsupported,
+                         fmt::format("--backend {}: got --stage {}, need a stage with experts",
+                                     state.common.backend, state.stage)},
+                        Origin::kOption);
+  }
   if (wants_ranks(state.ranks)) {
     if (state.stage != "layer") {
       return console.fail({StatusCode::kUnsupported,

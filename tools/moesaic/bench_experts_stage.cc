@@ -156,9 +156,8 @@ class ExpertsStage final : public BenchStage {
                        .workspace = workspace.span(),
                        .output = y.view(),
                        .numerics = {&numerics, 1}}));
-    return computed_bound(output_bound(p_.quant, p_.intermediate_size),
-                          activation_bound(p_.quant.activation, p_.intermediate_size),
-                          summarize({&numerics, 1}));
+    return bound_of_one_row(output_bound(p_.quant, p_.intermediate_size),
+                            activation_bound(p_.quant.activation, p_.intermediate_size), numerics);
   }
 
   BenchSettings s_;

@@ -270,8 +270,7 @@ class LayerStage final : public BenchStage {
     FusedMoE::Trace trace;
     trace.numerics = {&numerics, 1};
     MOESAIC_RETURN_IF_ERROR(layer_->forward({x.data, x.dtype, one}, y.view(), trace));
-    return computed_bound(layer_->quant().output_bound, layer_->activation_bound(),
-                          summarize({&numerics, 1}));
+    return bound_of_one_row(layer_->quant().output_bound, layer_->activation_bound(), numerics);
   }
 
   // First token: the experts that the layer chose and the shared expert, in float64.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "bench_random.h"
@@ -81,6 +82,11 @@ Result<Workspace> Workspace::allocate(std::int64_t bytes) {
   Workspace w;
   MOESAIC_ASSIGN_OR_RETURN(w.memory, Tensor::uninitialized(DType::kU8, {bytes}));
   return w;
+}
+
+double bound_of_one_row(double bound, double activation, const RowNumerics& row) {
+  constexpr double kFewRows = 1.3;  // docs/accuracy.md
+  return std::max(computed_bound(bound, activation, summarize({&row, 1})), kFewRows * bound);
 }
 
 Status upper_bound_check(const BenchPoint& point, std::string_view what) {

@@ -9,6 +9,7 @@
 
 #include "bench_stages.h"
 #include "moesaic/experts.h"
+#include "moesaic/numerics.h"
 
 namespace moesaic::tool {
 
@@ -42,6 +43,9 @@ struct Workspace {
 };
 
 // kInternal when the point's error exceeds its bound: such a time is worth nothing.
+// Of the one row that is checked: computed_bound of it, and as documented for calls of few rows, which
+// scatter.
+double bound_of_one_row(double bound, double activation, const RowNumerics& row);
 Status upper_bound_check(const BenchPoint& point, std::string_view what);
 
 // What skews a random gate's logits as --routing says; empty for uniform routing.

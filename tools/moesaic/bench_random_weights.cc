@@ -52,11 +52,12 @@ void round_to_super_blocks(const OperandQuant& w, Tensor& t) {
 
 // The finest scales of a [rows, cols] matrix around `value`, each different. E8M0: a factor of two
 // either way.
-Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int64_t cols,
-                             double value, std::uint64_t seed) {
+// parts: of equal rows, in each of which blocks begin anew (gate and up).
+Result<Tensor> random_scales(const OperandQuant& w, std::int64_t parts, std::int64_t rows,
+                             std::int64_t cols, double value, std::uint64_t seed) {
   Shape shape{1};
   if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
-  if (w.block_k > 0) shape = {ceil_div(rows, w.block_n), ceil_div(cols, w.block_k)};
+  if (w.block_k > 0) shape = {parts * ceil_div(rows / parts, w.block_n), ceil_div(cols, w.block_k)};
   if (w.scale_format == ScaleFormat::kF32) {
     MOESAIC_ASSIGN_OR_RETURN(Tensor t, varied(shape, value, seed));
     if (w.super_bits != 0) round_to_super_blocks(w, t);
@@ -119,16 +120,16 @@ class RandomSource final : public ExpertSource {
   RandomSource(const MoeProblem& problem, std::uint64_t seed) : p_(problem), seed_(seed) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
-    const std::int64_t rows =
-        is_gated(p_.activation.kind) ? 2 * p_.intermediate_size : p_.intermediate_size;
+    const bool gated = is_gated(p_.activation.kind);
+    const std::int64_t rows = gated ? 2 * p_.intermediate_size : p_.intermediate_size;
     const std::uint64_t seed = mix(seed_ + static_cast<std::uint64_t>(e));
     const double sd13 = 1.0 / std::sqrt(static_cast<double>(p_.hidden_size));
     const double sd2 = 1.0 / std::sqrt(static_cast<double>(p_.intermediate_size));
     const OperandQuant& w = p_.quant.weight;
     const MatrixForms forms = p_.quant.forms.value_or(MatrixForms{w, w});
-    MOESAIC_RETURN_IF_ERROR(make(w13_, forms.w13, rows, p_.hidden_size, sd13, seed));
+    MOESAIC_RETURN_IF_ERROR(make(w13_, forms.w13, gated ? 2 : 1, rows, p_.hidden_size, sd13, seed));
     MOESAIC_RETURN_IF_ERROR(
-        make(w2_, forms.w2, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
+        make(w2_, forms.w2, 1, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
     if (p_.has_expert_bias) {
       MOESAIC_ASSIGN_OR_RETURN(w13_.bias, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
       MOESAIC_ASSIGN_OR_RETURN(w2_.bias,
@@ -156,8 +157,8 @@ class RandomSource final : public ExpertSource {
   };
 
   // Weights that have this form.
-  Status make(Projection& m, const OperandQuant& form, std::int64_t rows, std::int64_t cols,
-              double sd, std::uint64_t seed) {
+  Status make(Projection& m, const OperandQuant& form, std::int64_t parts, std::int64_t rows,
+              std::int64_t cols, double sd, std::uint64_t seed) {
     const OperandQuant& w = p_.quant.weight;
     if (!m.weight.present()) {
       MOESAIC_ASSIGN_OR_RETURN(m.weight, Tensor::uninitialized(w.dtype, {rows, cols}));
@@ -176,7 +177,7 @@ class RandomSource final : public ExpertSource {
     const double scale = sd / code_sd(form);
     const bool outer = w.outer_scale != OuterScale::kNone;
     MOESAIC_ASSIGN_OR_RETURN(Tensor drawn,
-                             random_scales(form, rows, cols, outer ? 30.0 : scale, seed));
+                             random_scales(form, parts, rows, cols, outer ? 30.0 : scale, seed));
     const Shape drawn_shape = drawn.shape();
     MOESAIC_ASSIGN_OR_RETURN(m.scale, of_finer_groups(std::move(drawn), form, w, cols));
     if (w.outer_scale == OuterScale::kTensor) {
