@@ -94,7 +94,8 @@ RouterObject* router_from_checkpoint(const Checkpoint& checkpoint, int layer,
 nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle hidden_states,
                  nb::handle input_ids, nb::handle padding_mask, nb::handle stream) {
   check_not_forked(self.made_at);
-  const nb::object narrow_ids = stream.is_none() ? torch_token_ids(input_ids) : nb::borrow(input_ids);
+  const nb::object narrow_ids =
+      stream.is_none() ? torch_token_ids(input_ids) : nb::borrow(input_ids);
   const TensorArg logits("router_logits", router_logits), x("hidden_states", hidden_states),
       tokens("input_ids", narrow_ids), mask("padding_mask", padding_mask);
   if (!logits.present())
@@ -148,9 +149,9 @@ void init_gate(GateObject* self, nb::handle weight, nb::handle bias,
   options.force_fp32_compute = force_fp32_compute;
   options.num_threads = threads_of(num_threads);
   options.device = device_of(device);
-  new (self) GateObject{unwrap(GateLinear::create(
-      w.present() ? w.on_host("weight", &w_copy) : ConstTensorView(),
-      b.present() ? b.on_host("bias", &b_copy) : ConstTensorView(), options))};
+  new (self) GateObject{unwrap(
+      GateLinear::create(w.present() ? w.on_host("weight", &w_copy) : ConstTensorView(),
+                         b.present() ? b.on_host("bias", &b_copy) : ConstTensorView(), options))};
 }
 
 GateObject* gate_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle num_threads,

@@ -249,9 +249,9 @@ TEST(CudaGeneralFormats, ScalesOfACall) {
                   "cuda_sm90");
   const std::vector<float> ones(6, 1.0F);
   const DeviceTensor other =
-      DeviceTensor::copy_of(ConstTensorView(reinterpret_cast<const std::byte*>(ones.data()),
-                                            DType::kF32, {6}),
-                            test::kGpu)
+      DeviceTensor::copy_of(
+          ConstTensorView(reinterpret_cast<const std::byte*>(ones.data()), DType::kF32, {6}),
+          test::kGpu)
           .value();
   ExpertsArgs with = factors.args();
   with.a2_scale = other.view();

@@ -140,10 +140,11 @@ TEST(GateMisuse, Devices) {
   options.logits_dtype = {};
   options.device = Device::cuda(0);
   for (const ConstTensorView& bad : {ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(0)),
-                                    ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(1))}) {
+                                     ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(1))}) {
     const Status status = create(bad, {}, options);
     if (check_device(options.device).ok()) {
-      test::expect_refusal(status, StatusCode::kInvalidArgument, {"gate weight: got memory of cuda:"});
+      test::expect_refusal(status, StatusCode::kInvalidArgument,
+                           {"gate weight: got memory of cuda:"});
     } else {
       EXPECT_EQ(status.to_string(), check_device(options.device).to_string());
     }

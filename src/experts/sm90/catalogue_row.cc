@@ -47,13 +47,11 @@ Status expect_disjoint_args(const MoeProblem& p, const ExpertsArgs& a) {
     return ConstTensorView(reinterpret_cast<const std::byte*>(ints.data()), DType::kI32,
                            {std::ssize(ints)}, p.device);
   };
-  const ConstTensorView rows = p.format == ActivationFormat::kBatched
-                                   ? a.hidden_states
-                                   : rows_extent(a.hidden_states);
+  const ConstTensorView rows =
+      p.format == ActivationFormat::kBatched ? a.hidden_states : rows_extent(a.hidden_states);
   for (const auto& [field, view] :
        {std::pair{"hidden_scale", a.hidden_scale}, std::pair{"topk_ids", a.topk_ids},
-        std::pair{"topk_weights", a.topk_weights},
-        std::pair{"expert_map", of_ints(a.expert_map)},
+        std::pair{"topk_weights", a.topk_weights}, std::pair{"expert_map", of_ints(a.expert_map)},
         std::pair{"expert_num_tokens", of_ints(a.expert_num_tokens)},
         std::pair{"a1_scale", a.a1_scale}, std::pair{"a2_scale", a.a2_scale}}) {
     MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, field, view));

@@ -23,8 +23,7 @@ __device__ __forceinline__ ColumnMagnitudes<kColumns> column_magnitudes(
     const int at = 4 * (e >> 1) + (e & 1);
     m.of[e] = larger(kInt8, fabsf(acc[0][at]), fabsf(acc[1][at]));
     if constexpr (!kGated) {
-      m.of[e] = larger(kInt8, m.of[e],
-                       larger(kInt8, fabsf(acc[0][at + 2]), fabsf(acc[1][at + 2])));
+      m.of[e] = larger(kInt8, m.of[e], larger(kInt8, fabsf(acc[0][at + 2]), fabsf(acc[1][at + 2])));
     }
   }
   return m;

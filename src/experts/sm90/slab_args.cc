@@ -66,8 +66,7 @@ Status check_slab_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows)
     return unsupported("numerics: got rows in the batched format, need rows [M, H]");
   }
   MOESAIC_RETURN_IF_ERROR(experts::check_call_scales(p, a.a1_scale, a.a2_scale));
-  MOESAIC_RETURN_IF_ERROR(
-      expect_no_overlap("output", a.output, "hidden_states", a.hidden_states));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "hidden_states", a.hidden_states));
   return expect_disjoint_args(p, a);
 }
 

@@ -88,8 +88,7 @@ __device__ __forceinline__ void store_whole_columns(const GroupedParams& p, int 
       ptx::store_if(live, to, make_uint2(ptx::bf16x2(a, b), ptx::bf16x2(c, d)));
     }
   });
-  ColumnMagnitudes<kColumns> magnitudes =
-      column_magnitudes<kGated, kColumns, Inner::kInt8>(acc);
+  ColumnMagnitudes<kColumns> magnitudes = column_magnitudes<kGated, kColumns, Inner::kInt8>(acc);
   MOESAIC_CUDA_FAULT(cuda_experts_row_amax_of_one_band,
                      for (float& m
                           : magnitudes.of) m = channel >= 128 ? 0.0F : m;)

@@ -348,8 +348,7 @@ Status CudaAllToAll::Impl::finalize(const FinalizeArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
   MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, m.device));
   if (m.mine.tokens > 0) {
-    MOESAIC_RETURN_IF_ERROR(
-        check_device_pointer("output", args.output.data, 16, m.device.index()));
+    MOESAIC_RETURN_IF_ERROR(check_device_pointer("output", args.output.data, 16, m.device.index()));
   }
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());

@@ -25,10 +25,10 @@ Status check_device_rows(const DeviceRows& need, const PrepareArgs& args) {
     DType dtype;
     std::int64_t columns, alignment;
   };
-  for (const Field& t : {Field{"hidden_states", args.hidden_states, need.dtype, need.hidden,
-                               need.alignment},
-                         Field{"topk_ids", args.topk_ids, DType::kI32, need.top_k, 4},
-                         Field{"topk_weights", args.topk_weights, DType::kF32, need.top_k, 4}}) {
+  for (const Field& t :
+       {Field{"hidden_states", args.hidden_states, need.dtype, need.hidden, need.alignment},
+        Field{"topk_ids", args.topk_ids, DType::kI32, need.top_k, 4},
+        Field{"topk_weights", args.topk_weights, DType::kF32, need.top_k, 4}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
     MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, {rows, t.columns}));
     MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));

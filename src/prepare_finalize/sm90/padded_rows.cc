@@ -97,8 +97,8 @@ Result<Prepared> PaddedRows::prepare(const PrepareArgs& args) const {
 }
 
 Result<Prepared> PaddedRows::Impl::prepare(const PrepareArgs& args) {
-  MOESAIC_RETURN_IF_ERROR(check_device_rows(
-      {max_tokens, hidden, top_k, device, row, dtype_bits(row) / 8}, args));
+  MOESAIC_RETURN_IF_ERROR(
+      check_device_rows({max_tokens, hidden, top_k, device, row, dtype_bits(row) / 8}, args));
   tokens = args.hidden_states.dim(0);
   const DeviceScope scope(device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());

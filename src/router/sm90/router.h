@@ -24,7 +24,7 @@ struct CudaRouterArgs {
   float* topk_weights = nullptr;               // [M, slots()]
   void* topk_ids = nullptr;                    // [M, slots()] of ids_dtype
   DType ids_dtype = DType::kI32;               // I32, U32 or I64; kCustom: I32
-  bool keeps_nan = false;      // kLlama4: the weight of a NaN is NaN: a gate of shared experts
+  bool keeps_nan = false;  // kLlama4: the weight of a NaN is NaN: a gate of shared experts
   // kZeroExpert: [M], the summed weight of identity experts; times the hidden states it is Router's
   // zero_expert_output.
   float* zero_expert_weight = nullptr;
