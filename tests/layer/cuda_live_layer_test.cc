@@ -59,10 +59,13 @@ TEST(CudaLiveLayer, HandedOutExpertsAreRoutedAsBefore) {
   const test::LayerTensors tensors = test::make_tensors(95, test::small_spec());
   FusedMoE::Options options = test::on_gpu(32);
   options.quant = "nvfp4";
-  const FusedMoE layer = test::make_layer(tensors, options);
   for (const std::int64_t tokens : {1, 2, 12}) {
-    const Tensor x = test::random_hidden(96, tokens, test::small_spec().hidden_size);
+    const FusedMoE layer = test::make_layer(tensors, options);
+    const std::int64_t hidden = test::small_spec().hidden_size;
+    const Tensor x = test::random_hidden(96, tokens, hidden);
     const test::LayerRun want = test::run_layer(layer, x);
+    // Its rows are what the workspace has then.
+    (void)test::run_layer(layer, test::random_hidden(97, tokens, hidden));
     ASSERT_TRUE(layer.get_expert_weights().ok());
     std::string why;
     EXPECT_TRUE(test::same_bits(test::run_layer(layer, x).output.view(), want.output.view(), &why))
