@@ -56,16 +56,19 @@ TEST(CudaLiveLayer, CopiedRowsAreTheExpertsToTheBit) {
 TEST(CudaLiveLayer, HandedOutExpertsAreRoutedAsBefore) {
   if (!check_device(Device::cuda(0)).ok())
     GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
-  const test::LayerTensors tensors = test::make_tensors(95, test::small_spec());
+  MoeLayerSpec spec = test::small_spec();
+  spec.hidden_size = 256;
+  spec.intermediate_size = 128;
+  const test::LayerTensors tensors = test::make_tensors(95, spec);
   FusedMoE::Options options = test::on_gpu(32);
   options.quant = "nvfp4";
   for (const std::int64_t tokens : {1, 2, 12}) {
     const FusedMoE layer = test::make_layer(tensors, options);
-    const std::int64_t hidden = test::small_spec().hidden_size;
-    const Tensor x = test::random_hidden(96, tokens, hidden);
+    ASSERT_EQ(layer.experts_backend(), "cuda_sm90");
+    const Tensor x = test::random_hidden(96, tokens, spec.hidden_size);
     const test::LayerRun want = test::run_layer(layer, x);
     // Its rows are what the workspace has then.
-    (void)test::run_layer(layer, test::random_hidden(97, tokens, hidden));
+    (void)test::run_layer(layer, test::random_hidden(97, tokens, spec.hidden_size));
     ASSERT_TRUE(layer.get_expert_weights().ok());
     std::string why;
     EXPECT_TRUE(test::same_bits(test::run_layer(layer, x).output.view(), want.output.view(), &why))
