@@ -273,9 +273,6 @@ Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem
 
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
                                                 std::int64_t tokens) {
-  if (tokens < 0) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
-  }
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormats formats,

@@ -1,5 +1,7 @@
 #include "experts/cpu/plan.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "core/arena.h"
@@ -119,6 +121,9 @@ int CpuPlan::team_of_tokens(std::int64_t tokens) const {
 }
 
 Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens) {
+  if (tokens < 0) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+  }
   const std::int64_t rows = plan.standard ? tokens : tokens * plan.num_local_experts;
   Arena arena = Arena::measure();
   CpuWorkspace::carve(plan, rows, arena);
