@@ -141,13 +141,8 @@ TEST(GateMisuse, Devices) {
   options.device = Device::cuda(0);
   for (const ConstTensorView& bad : {ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(0)),
                                      ConstTensorView(w.data(), kBF16, {4, 8}, Device::cuda(1))}) {
-    const Status status = create(bad, {}, options);
-    if (check_device(options.device).ok()) {
-      test::expect_refusal(status, StatusCode::kInvalidArgument,
-                           {"gate weight: got memory of cuda:"});
-    } else {
-      EXPECT_EQ(status.to_string(), check_device(options.device).to_string());
-    }
+    test::expect_refusal(create(bad, {}, options), StatusCode::kInvalidArgument,
+                         {"gate weight: got memory of cuda:", "need memory of cpu"});
   }
   const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   EXPECT_EQ(g.device(), Device::cpu());
