@@ -161,7 +161,9 @@ def test_a_gate_of_weights_on_the_device() -> None:
 
 def test_token_ids_of_64_bits() -> None:
     table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
-    router = moesaic.Router(method="hash", scoring="sqrtsoftplus", num_experts=8, top_k=2, hash_table=table, device=CUDA)
+    router = moesaic.Router(
+        method="hash", scoring="sqrtsoftplus", num_experts=8, top_k=2, hash_table=table, device=CUDA
+    )
     logits = torch.randn(4, 8, device=CUDA)
     ids = torch.tensor([2, 0, 1, 2**40], device=CUDA)
     assert router(logits, input_ids=ids)[1].cpu().tolist() == [[4, 5], [0, 1], [2, 3], [-1, -1]]
