@@ -71,12 +71,7 @@ void as_codes(DType wanted, bool scale, ConstTensorView* t) {
 // The same numbers, contiguous and in host memory.
 Tensor wide_bias(std::string_view field, ConstTensorView t) {
   Tensor host;
-  if (t.device.is_cuda()) {
-    check(expect_contiguous(field, t));
-    host = unwrap(Tensor::uninitialized(t.dtype, t.shape));
-    check(copy_tensor(t, host.view()));
-    t = host.view();
-  }
+  t = host_copy(field, t, &host);
   if (t.rank() != 2) {
     raise(StatusCode::kInvalidShape,
           fmt::format("{}: got {}, need a row for each expert", field, t.shape.to_string()));

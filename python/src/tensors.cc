@@ -386,11 +386,15 @@ void TensorArg::wait_until_written() const {
 }
 
 ConstTensorView TensorArg::on_host(std::string_view field, Tensor* copy) const {
-  if (!view_.device.is_cuda()) return view_;
   wait_until_written();
-  check(expect_contiguous(field, view_));
-  *copy = unwrap(Tensor::uninitialized(view_.dtype, view_.shape));
-  check(copy_tensor(view_, copy->view()));
+  return host_copy(field, view_, copy);
+}
+
+ConstTensorView host_copy(std::string_view field, const ConstTensorView& t, Tensor* copy) {
+  if (!t.device.is_cuda()) return t;
+  check(expect_contiguous(field, t));
+  *copy = unwrap(Tensor::uninitialized(t.dtype, t.shape));
+  check(copy_tensor(t, copy->view()));
   return copy->view();
 }
 

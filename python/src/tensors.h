@@ -44,7 +44,7 @@ class TensorArg {
   // What the framework has put on that stream is done: for memory that is read on another one.
   // kDevice.
   void wait_until_written() const;
-  // Its numbers in host memory: its own, or `copy` after wait_until_written().
+  // host_copy of it after wait_until_written().
   ConstTensorView on_host(std::string_view field, Tensor* copy) const;
 
   // A new tensor of the same framework and device, contents undefined: by the exchange table, by
@@ -73,6 +73,9 @@ class TensorArg {
   std::unique_ptr<DlManagedVersioned, Release> versioned_;
   std::unique_ptr<DlManaged, Release> managed_;
 };
+
+// The numbers of a tensor in host memory: its own, or those of a contiguous one on a device in `copy`.
+ConstTensorView host_copy(std::string_view field, const ConstTensorView& t, Tensor* copy);
 
 // stream= of a device call: an integer, an object with cuda_stream (PyTorch), ptr (CuPy) or
 // __cuda_stream__; None: the one of the tensor's framework, kInvalidArgument where that is unknown.
