@@ -223,9 +223,9 @@ class FusedMoE {
     // routed experts, and to shared ones where they are quantised so. kUnsupported for others.
     std::optional<ScaleFormat> activation_scales;
     std::string backend;  // force one experts backend by name
-    // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
-    // activations, every routing method, functions of the caller's as on_device has them, no input
-    // norm; everything else is kUnsupported with the stage and the reason (explain lists them).
+    // Where weights, workspace and arithmetic are. On a GPU: every scheme and routing method (but
+    // simulated ones), functions of the caller's as on_device has them; docs/limits.md lists what
+    // is kUnsupported there, explain says it of a layer with the stage and the reason.
     Device device = Device::cpu();
     // Tokens that the workspace allows at once; larger calls are split.
     std::int64_t max_tokens = 512;

@@ -137,8 +137,7 @@ TEST(CudaPlan, RefusalsNameTheStage) {
   EXPECT_TRUE(explain_layer(scaled, on_gpu()).ok());
   MoeLayerSpec normed = small_spec();
   normed.input_norm_eps = 1e-6;
-  expect_refusal(explain_layer(normed, on_gpu()).status(), StatusCode::kUnsupported,
-                 {"input_norm_eps"});
+  EXPECT_TRUE(explain_layer(normed, on_gpu()).ok());
   options = on_gpu();
   options.backend = "cuda_sm90";
   MoeLayerSpec odd = small_spec();
@@ -459,6 +458,12 @@ TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
         o.ranks.communicator = nullptr;
       },
       {"enable_eplb: got true on a GPU without a communicator"});
+  MoeLayerSpec normed = small_spec();
+  normed.input_norm_eps = 1e-6;
+  EXPECT_TRUE(explain_layer(normed, on_two_gpus(pair)).ok());
+  normed.quant = quant_scheme_from_name("f32").value();
+  expect_refusal(explain_layer(normed, on_two_gpus(pair)).status(), StatusCode::kUnsupported,
+                 {"activation_dtype: got F32 with an input norm over ranks", "BF16"});
   const std::shared_ptr<Communicator> four =
       std::move(make_in_process_communicators(4).value().front());
   refused(

@@ -44,6 +44,12 @@ std::vector<Feature> rank_features() {
                    spec.hidden_size = 192;
                    return spec;
                  }});
+  // Rows that are others on their way than in the layer.
+  all.push_back({"normed", [] {
+                   MoeLayerSpec spec = deepseek_like();
+                   spec.input_norm_eps = 0.25;
+                   return spec;
+                 }});
   // Rows that travel as F16 and F32. F16 rows of 64 columns are the fast kernel's.
   for (const auto& [quant, hidden] : {std::pair{"f16", 64}, {"f16", 60}, {"f32", 60}}) {
     all.push_back(

@@ -51,6 +51,11 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
     p.weight_f16 = true;
     p.parts = 1;
   }
+  if (plan.input_norm_eps > 0) {  // rows of the norm's making
+    p.x_dtype = DType::kF32;
+    p.weight_f32 = plan.gate_dtype == DType::kF32;
+    p.parts = 1;
+  }
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
   const GatePlan gate(p);

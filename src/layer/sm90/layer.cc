@@ -116,6 +116,10 @@ Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
     if (!made.ok()) return made.status().with_context("gate");
     gate = std::move(made).value();
   }
+  if (plan.input_norm_eps > 0) {
+    MOESAIC_RETURN_IF_ERROR(upload("experts_norm_weight", t.experts_norm_weight.data(),
+                                   plan.hidden_size * 4, experts_norm_weight));
+  }
   functions = options.on_device;
   if (plan.shared_stream && plan.adds_shared) {
     beside.reset(new (std::nothrow) Impl::Beside());

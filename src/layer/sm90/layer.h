@@ -37,6 +37,10 @@ bool takes_any_rows(const layer::FusedPlan& plan, const LayerExperts& chosen);
 // rounds them for these. The gate reads them as they are.
 bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen);
 
+// Of the normalised rows that the routed experts are given (FusedPlan::input_norm_eps): BF16 where
+// models in bf16 have theirs so, whichever experts compute.
+DType normed_dtype(const layer::FusedPlan& plan, const LayerExperts& chosen);
+
 // RankOptions::pair_capacity as the experts have it (CudaExpertsArgs::pair_capacity): 0 where there is
 // none, or as much room as for every pair. kUnsupported: experts or rows that cannot have one.
 Result<std::int64_t> pair_capacity_of(const layer::FusedPlan& plan, const LayerExperts& chosen);
@@ -65,8 +69,12 @@ struct LayerWorkspace {
   std::int32_t* shared_ids = nullptr;
   float* routed = nullptr;  // [M, latent], when something is multiplied with or added to the result
   std::uint16_t* latent = nullptr;  // [M, latent], what a transform makes of the rows
-  float* routed_back = nullptr;     // [M, H], what one makes of the result
-  float* shared_sums = nullptr;     // [M, H], of shared experts that are the caller's function
+  // With an input norm: what the gate sees, and what the routed experts do.
+  float* normed = nullptr;        // [M, H], with a gate
+  std::byte* weighted = nullptr;  // [M, H] of weighted_dtype
+  DType weighted_dtype = DType::kBF16;
+  float* routed_back = nullptr;  // [M, H], what one makes of the result
+  float* shared_sums = nullptr;  // [M, H], of shared experts that are the caller's function
   // Where rounds_rows: hidden states that came otherwise, and sums on their way to F16.
   std::uint16_t* rows_bf16 = nullptr;  // [M, H]
   float* rows_wide = nullptr;          // [M, H], where no other piece has such sums

@@ -42,6 +42,7 @@ struct CudaLayer::Impl {
   LayerExperts chosen;  // which experts these are
   std::unique_ptr<GpuExperts> experts, shared;
   Allocation expert_map;
+  Allocation experts_norm_weight;  // [H] F32, with an input norm
   // Of a layer whose experts move: slots are the experts of everything behind the router.
   std::unique_ptr<layer::ExpertBalancer> balancer;
   DeviceBalance* balance = nullptr;  // its memory
@@ -144,6 +145,8 @@ struct CudaLayer::Impl {
   // Where either holds, hidden states and outputs may have any float dtype.
   bool takes_any_rows() const { return cuda::takes_any_rows(plan, chosen); }
   bool takes_rounded_rows() const { return rounds_rows(plan, chosen); }
+  // Rows that the gate and the routed experts see instead, where there is an input norm.
+  Status normalise(void* stream, const Rows& rows, const LayerWorkspace& w) const;
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
   // Gives the ids of the call's rows, a row's `stride` apart, to the caller's function.

@@ -41,6 +41,11 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
         "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
   }
   if (!ranks.active) return {};
+  if (const DType row = row_dtype(plan.routed); plan.input_norm_eps > 0 && row != DType::kBF16) {
+    return unsupported(
+        fmt::format("activation_dtype: got {} with an input norm over ranks on GPUs, need BF16",
+                    dtype_name(row)));
+  }
   if (ranks.per_slot && ranks.transport == RankTransport::kGather && ranks.replicas > 1) {
     return unsupported(
         fmt::format("reduction: got per_slot with transport gather and {} ranks with the same rows "
@@ -53,10 +58,6 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
 }  // namespace
 
 Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
-  if (plan.input_norm_eps > 0) {
-    return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
-                       " on a GPU, need 0 or the CPU");
-  }
   MOESAIC_RETURN_IF_ERROR(rows_can_implement(plan, options));
   MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
   MOESAIC_ASSIGN_OR_RETURN(const LayerExperts chosen, choose_layer_experts(plan));
@@ -79,6 +80,10 @@ bool takes_any_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
 
 bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
   return plan.rows_dtype != DType::kBF16 && !takes_any_rows(plan, chosen);
+}
+
+DType normed_dtype(const layer::FusedPlan& plan, const LayerExperts& chosen) {
+  return chosen.routed_wide && row_dtype(plan.routed) != DType::kBF16 ? DType::kF32 : DType::kBF16;
 }
 
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
@@ -133,8 +138,9 @@ bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
   // transforms are the routed experts' alone; and a function that routes knows no slot for it.
   const bool fast = plan.backend.empty() || plan.backend == kCudaExpertsName;
   if (!alike || !fast || plan.ranks.active || plan.has_input_transform ||
-      plan.has_output_transform || plan.routing.method == RoutingMethod::kCustom ||
-      r.has_expert_bias || r.apply_router_weight_on_input || plan.routing.num_zero_experts > 0 ||
+      plan.has_output_transform || plan.input_norm_eps > 0 ||
+      plan.routing.method == RoutingMethod::kCustom || r.has_expert_bias ||
+      r.apply_router_weight_on_input || plan.routing.num_zero_experts > 0 ||
       plan.output_scale != 1.0F) {
     return false;
   }
@@ -183,6 +189,12 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
     w.routed = take<float>(arena, tokens * plan.latent_size);
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
+  if (plan.input_norm_eps > 0) {
+    if (plan.has_gate) w.normed = take<float>(arena, tokens * plan.hidden_size);
+    w.weighted_dtype = normed_dtype(plan, with);
+    w.weighted =
+        take<std::byte>(arena, tokens * plan.hidden_size * (dtype_bits(w.weighted_dtype) / 8));
+  }
   if (plan.has_output_transform) w.routed_back = take<float>(arena, tokens * plan.hidden_size);
   if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
   if (rounds_rows(plan, with)) {

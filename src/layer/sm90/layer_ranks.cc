@@ -220,6 +220,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  MOESAIC_RETURN_IF_ERROR(normalise(stream, rows, w));
   if (rows.tokens > 0)
     MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
   MOESAIC_RETURN_IF_ERROR(capture_ids(stream, w.topk_ids, k, rows.tokens));
@@ -246,7 +247,8 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
         dtype, {given.count, columns}, Device::cuda(device));
   };
   const DType row = row_dtype(plan.routed);
-  MOESAIC_ASSIGN_OR_RETURN(const void* const carried, carried_rows(stream, rows, w));
+  MOESAIC_ASSIGN_OR_RETURN(const void* carried, carried_rows(stream, rows, w));
+  if (w.weighted != nullptr) carried = w.weighted;
   args.hidden_states = view(static_cast<const std::byte*>(carried), row, hidden);
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, args.hidden_states.data, given.count, w));

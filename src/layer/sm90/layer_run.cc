@@ -27,10 +27,10 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   if (with_shared) a.top_k = 0;
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
-  // A function of the caller's stands between the kernels.
-  facts.experts_have_prologue = !plan.has_input_transform && plan.routing.num_zero_experts == 0 &&
-                                plan.routing.method != RoutingMethod::kCustom &&
-                                experts->prologue(a).has_value();
+  // A function of the caller's stands between the kernels, or rows of its own in front of the gate.
+  facts.experts_have_prologue =
+      !plan.has_input_transform && plan.input_norm_eps == 0 && plan.routing.num_zero_experts == 0 &&
+      plan.routing.method != RoutingMethod::kCustom && experts->prologue(a).has_value();
   facts.gate_runs_prologue = gate && gate->runs_prologue(x_dtype, tokens);
   facts.router_rule_moves = rule.has_value();
   facts.experts_route = rule && experts->can_route(*rule);
@@ -112,9 +112,26 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
     return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*prologue);
   }
   if (given.logits == nullptr) {
-    MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+    MOESAIC_RETURN_IF_ERROR(
+        w.normed != nullptr ? gate->enqueue(stream, w.normed, DType::kF32, rows.tokens, w.logits)
+                            : gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
   }
   return with.enqueue(stream, r, prologue ? &*prologue : nullptr);
+}
+
+Status CudaLayer::Impl::normalise(void* stream, const Rows& rows, const LayerWorkspace& w) const {
+  if (plan.input_norm_eps == 0) return {};
+  NormRowsParams p;
+  p.x = rows.x;
+  p.x_dtype = rows.x_dtype;
+  p.tokens = rows.tokens;
+  p.hidden = plan.hidden_size;
+  p.eps = plan.input_norm_eps;
+  p.weight = experts_norm_weight.as<float>();
+  p.normed = w.normed;
+  p.weighted = w.weighted;
+  p.weighted_dtype = w.weighted_dtype;
+  return check_call("input norm", launch_norm_rows(p, stream));
 }
 
 Status CudaLayer::Impl::take_given_logits(void* stream, const Rows& rows, const Out& out,
@@ -190,6 +207,9 @@ CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorksp
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.rows = rows_of(*experts, rows);
+  if (w.weighted != nullptr && !MOESAIC_FAULT(cuda_layer_experts_see_raw_rows)) {
+    a.rows = CudaRows::values(w.weighted, w.weighted_dtype);
+  }
   a.topk_ids = w.topk_ids;
   a.topk_weights = w.topk_weights;
   a.top_k = plan.routed.top_k;
@@ -261,6 +281,7 @@ void CudaLayer::Impl::add_shared(const LayerWorkspace& w, LayerCombineParams& to
 Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out) const {
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
   MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
+  MOESAIC_RETURN_IF_ERROR(normalise(stream, rows, w));
   if (joins_call(rows, out)) return run_joined(stream, rows, w, out);
   const bool shared_too = plan.adds_shared && out.shared == nullptr;
   const bool measured = !out.numerics.empty();  // then the work list must be in memory
@@ -269,8 +290,8 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
   if (beside && !measured) return run_beside(stream, rows, w, out);
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
-  const bool keeps = plan.has_shared && !plan.has_input_transform && !beside &&
-                     (joins ? experts : shared)->same_rows(*experts);
+  const bool keeps = plan.has_shared && !plan.has_input_transform && plan.input_norm_eps == 0 &&
+                     !beside && (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
       route(stream, rows, w, /*with_shared=*/false, plan.has_shared || measured ? nullptr : &args));
   MOESAIC_RETURN_IF_ERROR(drop_identity_slots(stream, w, rows.tokens * args.top_k, args.topk_ids));
