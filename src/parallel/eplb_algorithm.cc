@@ -34,17 +34,24 @@ Packing pack(std::span<const double> weights, std::int64_t bins) {
   const std::int64_t capacity = n / bins;
   Loads load(at(bins), 0.0);
   Ids used(at(bins), 0);
+  // Bins with room as a heap, the lightest of them in front, of equals the first.
+  const auto after = [&](std::int32_t a, std::int32_t b) {
+    if (MOESAIC_FAULT(eplb_first_bin_with_room) || load[at(a)] == load[at(b)]) return a > b;
+    return load[at(a)] > load[at(b)];
+  };
+  Ids open(at(bins));
+  std::iota(open.begin(), open.end(), 0);
   for (const std::int32_t item : order) {
-    std::int64_t lightest = -1;
-    for (std::int64_t b = 0; b < bins; ++b) {
-      const bool full = used[at(b)] >= capacity;
-      if (full) continue;
-      if (lightest < 0 || load[at(b)] < load[at(lightest)]) lightest = b;
-      if (MOESAIC_FAULT(eplb_first_bin_with_room)) break;
-    }
-    p.bin[at(item)] = static_cast<std::int32_t>(lightest);
+    std::pop_heap(open.begin(), open.end(), after);
+    const std::int32_t lightest = open.back();
+    p.bin[at(item)] = lightest;
     p.rank[at(item)] = used[at(lightest)]++;
     load[at(lightest)] += weights[at(item)];
+    if (used[at(lightest)] < capacity) {
+      std::push_heap(open.begin(), open.end(), after);
+    } else {
+      open.pop_back();
+    }
   }
   return p;
 }
@@ -55,16 +62,22 @@ Replication replicate(std::span<const double> weights, std::int64_t slots) {
   r.physical_to_logical.resize(weights.size());
   std::iota(r.physical_to_logical.begin(), r.physical_to_logical.end(), 0);
   r.replica.assign(weights.size(), 0);
+  // Experts as a heap, the one with most load a copy in front, of equals the first.
+  const auto share = [&](std::int32_t e) {
+    return MOESAIC_FAULT(eplb_replicate_by_total_load) ? weights[at(e)]
+                                                       : weights[at(e)] / r.count[at(e)];
+  };
+  const auto after = [&](std::int32_t a, std::int32_t b) {
+    return share(a) == share(b) ? a > b : share(a) < share(b);
+  };
+  Ids experts = r.physical_to_logical;
+  std::make_heap(experts.begin(), experts.end(), after);
   while (static_cast<std::int64_t>(r.replica.size()) < slots) {
-    std::size_t most = 0;
-    for (std::size_t i = 1; i < weights.size(); ++i) {
-      const bool by_total = MOESAIC_FAULT(eplb_replicate_by_total_load);
-      const double load = by_total ? weights[i] : weights[i] / r.count[i];
-      const double best = by_total ? weights[most] : weights[most] / r.count[most];
-      if (load > best) most = i;
-    }
-    r.physical_to_logical.push_back(static_cast<std::int32_t>(most));
-    r.replica.push_back(r.count[most]++);
+    std::pop_heap(experts.begin(), experts.end(), after);
+    const std::int32_t most = experts.back();
+    r.physical_to_logical.push_back(most);
+    r.replica.push_back(r.count[at(most)]++);
+    std::push_heap(experts.begin(), experts.end(), after);
   }
   return r;
 }
