@@ -5,7 +5,10 @@ usage: cli_bench_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree
+from pathlib import Path
 
 from cli_support import BAD_INPUT, MODELS, OK, UNSUPPORTED, USAGE, ToolTest, main, run
 
@@ -118,6 +121,18 @@ class Bench(ToolTest):
                 self.assertEqual({p["quant"] for p in points}, {name})
         model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--quant", "q4_k"]
         self.fails(USAGE, "--quant: got 'q4_k'", arguments=model)
+
+    def test_routes_of_every_family(self):
+        tiny = self.folder / "tiny"
+        generator = Path(sys.argv[2]) / "tests" / "checkpoint" / "make_tiny_checkpoints.py"
+        subprocess.run([sys.executable, generator, tiny], check=True, capture_output=True)
+        for model in sorted(path for path in tiny.iterdir() if path.is_dir()):
+            with self.subTest(model.name):
+                result = run("bench", "--model", model, "--stage", "route", "--tokens", 3, "--seconds", 0)
+                refused = {"phimoe": "sparse_mixer", "longcat": "zero_expert", "deepseek_v4_hash": "hash"}
+                word = next((w for name, w in refused.items() if model.name.startswith(name)), "")
+                self.assertEqual(result.returncode, UNSUPPORTED if word else OK, result.stderr)
+                self.assertIn(word, result.stderr)
 
     def test_refusals(self):
         point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]

@@ -58,6 +58,22 @@ class Convert(ToolTest):
         self.assertGreater(record["layers"][0]["rel_l2_weights"], 0.1)  # of both
         self.assertTrue(self.json_of("verify", "--model", second)["pass"])
 
+    def test_a_record_excuses_no_output_without_a_bound(self):
+        output = self.folder / "out"
+        self.json_of("convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "fp8-block", "--output", output)
+        path = output / "moesaic_conversion.json"
+        record = json.loads(path.read_text())
+        for error, code in ((0.2, OK), (0.21, BAD_INPUT)):
+            record["layers"][0]["rel_l2_weights"] = error
+            path.write_text(json.dumps(record))
+            result = run("verify", "--model", output, "--json")
+            self.assertEqual(result.returncode, code, result.stderr)
+            if code == OK:
+                self.assertLess(json.loads(result.stdout)["layers"][0]["bound"], 0.5)
+                self.fails(UNSUPPORTED, "earlier conversions", "convert the original",
+                           arguments=["convert", "--model", output, "--quant", "mxfp4", "--output", self.folder / "more"])
+                self.assertFalse((self.folder / "more").exists())
+
     def test_weights_that_a_format_would_lose_are_refused(self):
         model = self.folder / "tiny"
         shutil.copytree(MODELS / "mini-qwen3-moe", model)
@@ -214,6 +230,15 @@ class Accuracy(ToolTest):
         # A scale per group errs less than one per row, and costs more than none.
         self.assertLess(rows["int8-g128-int8"]["activations"], rows["int8"]["activations"])
         self.assertGreater(rows["int4-g128-int8"]["arithmetic"], 3 * rows["int4-g128"]["arithmetic"])
+
+
+    def test_of_checkpoints_with_scales_of_scales(self):
+        model = self.folder / "model"
+        self.json_of("convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "nvfp4", "--output", model)
+        value = self.json_of("accuracy", "--model", f"{model}/", "--tokens", 32)
+        names = [table["data"] for table in value["tables"]]
+        self.assertIn("model", names)
+        self.assertTrue(value["pass"])
 
 
 class Balance(ToolTest):

@@ -4,6 +4,7 @@
 usage: cli_explain_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -88,6 +89,11 @@ class Explain(ToolTest):
         self.assertIn("two batches", self.json_of(*arguments, "--ranks", 8, "--dual-batch-tokens", 4)["stage_order"])
         self.fails(USAGE, "--tp", arguments=[*arguments, "--ranks", 8, "--tp", 3])
         self.fails(UNSUPPORTED, "dual_batch_tokens", arguments=[*arguments, "--ranks", 8, "--tp", 8, "--dual-batch-tokens", 4])
+
+    def test_threads_of_ranks_are_what_run_gives_them(self):
+        arguments = ["explain", "--shape", "qwen3-30b", "--tokens", 64, "--ranks", 64]
+        threads = {stage["threads"] for stage in self.json_of(*arguments)["threads"]}
+        self.assertEqual(threads, {max(1, len(os.sched_getaffinity(0)) // 64)})
 
     def test_the_engine_between_gpus(self):
         arguments = ["explain", "--device", "cuda", "--shape", "deepseek-v3", "--quant", "fp8-block", "--ranks", 8]

@@ -42,6 +42,13 @@ class Output(ToolTest):
                     self.assertEqual(result.stdout, want, "the payload and nothing else")
                     self.assertIn(b'"tokens":256' if extra == ["--json"] else b"256 token(s)", result.stderr)
 
+    def test_an_error_of_the_command_line_is_no_payload(self):
+        for output in (["--output", "-"], ["--output=-"], ["--output", "/dev/stdout"]):
+            result = run("run", "--model", MODELS / MODEL, "--layer", "x", "--input", "x", *output, "--json")
+            self.assertEqual((result.returncode, result.stdout), (USAGE, ""))
+            self.assertIn('"exit_code":2', result.stderr)
+        self.assertIn('"exit_code":2', run("run", "--layer", "x", "--output", "file", "--json").stdout)
+
     def test_a_redirected_stdout_is_written_where_it_stands(self):
         want = self.written()
         path = self.folder / "file"

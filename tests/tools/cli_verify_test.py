@@ -230,6 +230,38 @@ class Verify(ToolTest):
                 golden = self.edited_golden("mini-qwen3-moe", edit)
                 self.fails(BAD_INPUT, word, arguments=["verify", "--model", model, "--golden", golden])
 
+    def test_near_ties_prove_nothing(self):
+        """Where only the chosen experts are recorded a gate that chooses nothing is no gate that may choose."""
+        def only_ids(tensors, prefix):
+            for name in list(tensors):
+                if not name.endswith((".input", ".output", ".out2")):
+                    del tensors[name]
+
+        golden = self.edited_golden("mini-qwen3-moe", only_ids)
+        verify = ["verify", "--golden", golden, "--model"]
+        self.assertIs(self.json_of(*verify, MODELS / "mini-qwen3-moe")["pass"], True)
+        model = self.folder / "model"
+        gate = "model.layers.1.mlp.gate.weight"
+        for name, edit, mismatches in (("zeros", lambda data: bytes(len(data)), 0),
+                                       ("a NaN", lambda data: b"\xc0\x7f" + data[2:], 256)):  # fmt: skip
+            with self.subTest(name):
+                shutil.rmtree(model, ignore_errors=True)
+                shutil.copytree(MODELS / "mini-qwen3-moe", model)
+                self.edit_weights(model, gate, edit)
+                item = self.json_of(*verify, model, code=FAILED)["layers"][0]
+                self.assertEqual((item["topk_mismatches"], item["near_ties"]), (mismatches, 256 - mismatches))
+        shutil.rmtree(model)
+        shutil.copytree(MODELS / "mini-qwen3-moe", model)
+        self.edit_weights(model, gate, lambda data: bytes(len(data)))
+        self.assertIn("no output was compared", run(*verify, model).stdout)
+
+    def test_logits_that_the_options_round_may_tie(self):
+        for more in (["--router-logits-dtype", "bf16"], ["--no-gate-fp32"]):
+            for model in ("mini-qwen3-moe", "mini-deepseek-v3"):
+                with self.subTest(model=model, more=more):
+                    value = self.json_of("verify", "--model", MODELS / model, *more)
+                    self.assertEqual(value["layers"][0]["topk_mismatches"], 0)
+
     def test_a_layer_that_is_not_moe_is_refused(self):
         def edit(tensors, prefix):
             for name in (".input", ".output"):

@@ -243,6 +243,36 @@ TEST(RoutingOracle, TheMarginIsThatOfRoundingAndNoWider) {
   EXPECT_TRUE(oracle.possible({1, 1 + 1e-5, 0, 0}, {1}));
 }
 
+TEST(RoutingOracle, OfScoresThatAreNoNumbersNothingIsPossible) {
+  for (const double bad : {std::nan(""), double{INFINITY}}) {
+    for (const std::int64_t groups : {1, 2}) {
+      Oracle oracle(4, 1);
+      oracle.spec.routing.scoring_func = ScoringFunc::kSigmoid;
+      if (groups > 1) {
+        oracle.spec.routing.method = RoutingMethod::kGroupedTopK;
+        oracle.spec.routing.num_expert_group = groups;
+        oracle.spec.routing.topk_group = 1;
+      }
+      for (std::int32_t id = 0; id < 4; ++id) {
+        EXPECT_FALSE(oracle.possible({1, bad, 0, -1}, {id})) << bad << ' ' << groups << ' ' << id;
+      }
+    }
+  }
+}
+
+TEST(RoutingOracle, LogitsThatAreRoundedMayTie) {
+  Oracle oracle(4, 1);
+  oracle.spec.routing.method = RoutingMethod::kTopKSoftmax;
+  RoutingOracle rounded = RoutingOracle::create(oracle.spec, oracle.tensors).value();
+  const std::vector<double> logits = {1, 1 + 0x1p-9, 0, 0};
+  for (const double rounding : {0.0, 0x1p-9}) {
+    rounded.set_token(logits, rounding);
+    EXPECT_EQ(rounded.possible(std::vector<std::int32_t>{0}), rounding > 0);
+    EXPECT_TRUE(rounded.possible(std::vector<std::int32_t>{1}));
+    EXPECT_FALSE(rounded.possible(std::vector<std::int32_t>{2}));
+  }
+}
+
 TEST(RoutingOracle, BiasTakesPartInTheSelection) {
   Oracle oracle(4, 1);
   oracle.spec.routing.scoring_func = ScoringFunc::kSigmoid;

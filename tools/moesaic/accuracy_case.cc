@@ -226,8 +226,7 @@ Result<AccuracyCase> gaussian_case(std::uint64_t seed) {
 
 Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_tokens) {
   MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(model));
-  MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden,
-                           TensorFile::open(model + "/golden.safetensors"));
+  MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden, TensorFile::open(golden_beside(model)));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<GoldenBlock> blocks, golden_blocks(golden));
   MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights,
                            checkpoint.load_layer(blocks.front().layer, {}));
@@ -238,21 +237,26 @@ Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_token
                               activation_name(spec.activation.kind)));
   }
   AccuracyCase c;
-  c.name = model.substr(model.find_last_of('/') + 1);
+  c.name = name_of_path(model);
   c.num_experts = spec.num_experts;
   c.top_k = spec.routing.top_k;
   c.hidden_size = spec.hidden_size;
   c.intermediate_size = spec.intermediate_size;
   for (std::int64_t e = 0; e < c.num_experts; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, weights.experts->expert(e));
-    const OperandQuant& quant = spec.quant.weight;
+    const auto& forms = spec.quant.forms;
+    const quant::StoredMatrix m13 = {
+        v.w13,      v.w13_scale, v.w13_global_scale, v.w13_channel_scale,
+        v.w13_zero, v.w13_min,   v.w13_perm};
+    const quant::StoredMatrix m2 = {v.w2,      v.w2_scale, v.w2_global_scale, v.w2_channel_scale,
+                                    v.w2_zero, v.w2_min,   v.w2_perm};
     MOESAIC_ASSIGN_OR_RETURN(Tensor w13,
                              Tensor::zeros(DType::kF32, {2 * c.intermediate_size, c.hidden_size}));
     MOESAIC_ASSIGN_OR_RETURN(Tensor w2,
                              Tensor::zeros(DType::kF32, {c.hidden_size, c.intermediate_size}));
-    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(
-        quant, {v.w13, v.w13_scale, {}, {}, {}, {}, {}}, c.intermediate_size, w13.view()));
-    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, {v.w2, v.w2_scale, {}, {}, {}, {}, {}},
+    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(forms ? forms->w13 : spec.quant.weight, m13,
+                                                     c.intermediate_size, w13.view()));
+    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(forms ? forms->w2 : spec.quant.weight, m2,
                                                      c.hidden_size, w2.view()));
     c.w13.push_back(std::move(w13));
     c.w2.push_back(std::move(w2));

@@ -10,6 +10,7 @@
 #include "bench_random.h"
 #include "bench_reference.h"
 #include "cpu/tiers.h"
+#include "layer_io.h"
 #include "moesaic/gate.h"
 #include "moesaic/router.h"
 
@@ -107,6 +108,14 @@ class GateStage final : public BenchStage {
 class RouteStage final : public BenchStage {
  public:
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
+    MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(settings.spec));
+    const RoutingMethod method = settings.spec.routing.method;
+    if (method == RoutingMethod::kSparseMixer || method == RoutingMethod::kZeroExpert) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("--stage route: got routing method {}, whose weights are no scores "
+                                "to check against; need --stage layer",
+                                routing_method_name(method)));
+    }
     auto stage = std::make_unique<RouteStage>();
     stage->s_ = settings;
     MOESAIC_ASSIGN_OR_RETURN(stage->tensors_, random_layer_tensors(settings.spec, settings.seed));
@@ -178,13 +187,18 @@ class RouteStage final : public BenchStage {
     const double top = *std::max_element(logits.begin(), logits.end());
     std::vector<double> got = row_to_doubles(b.weights.view(), 0), want;
     for (std::size_t j = 0; j < got.size(); ++j) {
-      const double l = logits[static_cast<std::size_t>(b.ids.template as<std::int32_t>()[j])];
-      const bool softmax =
-          r.method == RoutingMethod::kTopKSoftmax || r.scoring_func == ScoringFunc::kSoftmax;
-      want.push_back(softmax ? std::exp(l - top)
-                     : r.scoring_func == ScoringFunc::kSigmoid
-                         ? 1 / (1 + std::exp(-l))
-                         : std::sqrt(std::log1p(std::exp(l))));
+      const std::int32_t id = b.ids.template as<std::int32_t>()[j];
+      const double l = logits[static_cast<std::size_t>(id)];
+      const bool sigmoid =
+          r.method == RoutingMethod::kLlama4 || r.scoring_func == ScoringFunc::kSigmoid;
+      const bool softmax = r.method == RoutingMethod::kTopKSoftmax ||
+                           (!sigmoid && r.scoring_func == ScoringFunc::kSoftmax);
+      const double score = softmax   ? std::exp(l - top)
+                           : sigmoid ? 1 / (1 + std::exp(-l))
+                                     : std::sqrt(std::log1p(std::exp(l)));
+      const double scale =
+          tensors_.expert_scale.present() ? tensors_.expert_scale.as<float>()[id] : 1.0;
+      want.push_back(score * scale);
     }
     const auto normalise = [](std::vector<double>& v) {
       double sum = 0;

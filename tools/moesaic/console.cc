@@ -30,12 +30,14 @@ void Console::emit(const Json& object) const {
   // a terminal acts on some characters that JSON may hold as they are.
   const std::string text = object.dump(-1, ' ', true, Json::error_handler_t::replace) + "\n";
   std::fwrite(text.data(), 1, text.size(), out_);
+  std::fflush(out_);  // whoever reads along sees it now, and an interruption takes none of it
 }
 
 void Console::print(std::string_view text) const {
   if (json_ || !results_) return;
   const std::string safe = checkpoint::escape_controls(text, /*keep_newlines=*/true);
   std::fwrite(safe.data(), 1, safe.size(), out_);
+  std::fflush(out_);
 }
 
 void Console::note(int level, std::string_view text) const {

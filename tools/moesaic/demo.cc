@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <memory>
 #include <vector>
 
@@ -64,7 +63,7 @@ struct Shown {
 Result<Shown> show(const std::string& directory, const DemoArguments& state, Origin& origin) {
   origin = Origin::kFile;
   Shown shown;
-  shown.name = std::filesystem::path(directory).filename().string();
+  shown.name = name_of_path(directory);
   MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(directory));
   MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden, TensorFile::open(golden_beside(directory)));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<GoldenBlock> blocks, golden_blocks(golden));

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <optional>
 
 #include "golden_router.h"
 #include "layer_io.h"
 #include "layer_origin.h"
 #include "moesaic/convert.h"
+#include "moesaic/numerics.h"
 #include "options.h"
 #include "quant/quantize_weight.h"
 
@@ -112,7 +114,7 @@ void keep_worst(double& worst, double value) {
 bool Comparison::pass() const { return rel_l2 <= bound && std::isfinite(bound); }
 
 void LayerReport::judge() {
-  pass = Comparison{rel_l2, bound}.pass() && topk_mismatches == 0 &&
+  pass = Comparison{rel_l2, bound}.pass() && topk_mismatches == 0 && compares_output() &&
          (!router_logits || router_logits->pass()) && (!topk_weights || topk_weights->pass());
 }
 
@@ -232,7 +234,11 @@ static Status allow_conversion(const std::string& model, LayerReport& report) {
             error.status().message() + "; remove the record if the weights are original"};
   }
   if (!*error) return {};
-  report.bound = std::hypot(report.bound, report.cancellation * quant::kWeightErrorGain * **error);
+  const double own = report.bound / report.cancellation;
+  const double wider = std::hypot(own, quant::kWeightErrorGain * **error);
+  report.bound = wider <= std::max(own, kLargestUsefulBound)
+                     ? report.cancellation * wider
+                     : std::numeric_limits<double>::infinity();
   report.judge();
   return {};
 }

@@ -188,7 +188,7 @@ class RouterComparison {
     if (!golden_.ids && !routing_) return false;
     bool explained = false;
     if (routing_) {
-      routing_->set_token(hidden);
+      routing_->set_token(hidden, run_.logits_rounding);
       explained = routing_->possible(ids_of(ours)) && routing_->possible(ids_of(theirs));
     }
     if (!explained) {

@@ -26,6 +26,11 @@ std::pair<std::string, std::string> split_tensor_path(const std::string& text) {
   return {text.substr(0, colon), text.substr(colon + 1)};
 }
 
+std::string name_of_path(const std::string& path) {
+  const std::size_t end = path.find_last_not_of('/');
+  return std::filesystem::path(path.substr(0, end + 1)).filename().string();
+}
+
 Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& name,
                                   std::int64_t hidden_size) {
   MOESAIC_ASSIGN_OR_RETURN(Tensor tensor, file.read(name));

@@ -23,6 +23,9 @@ inline constexpr std::int64_t kMaxTokensPerCall = 4096;
 // it is not given.
 std::pair<std::string, std::string> split_tensor_path(const std::string& text);
 
+// What a table calls a model: the last part of its path.
+std::string name_of_path(const std::string& path);
+
 // Reads hidden states [M, H]: rank 2, F32, BF16 or F16, H as given. Errors name the tensor.
 Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& name,
                                   std::int64_t hidden_size);

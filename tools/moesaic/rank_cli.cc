@@ -108,6 +108,11 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   return layer;
 }
 
+// Of ranks that share the cores.
+int threads_of_rank(const CommonOptions& common, int ranks) {
+  return common.threads > 0 ? common.threads : std::max(1, cpu::resolve_threads(0) / ranks);
+}
+
 int timeout_ms(const RankOptions& options) { return static_cast<int>(options.timeout_s * 1000); }
 
 int run_one(const RankOptions& options, const CommonOptions& common, int threads,
@@ -276,9 +281,11 @@ Result<FusedMoE::Options> explained_options(const RankOptions& options, const Co
                                             std::int64_t max_tokens) {
   MOESAIC_RETURN_IF_ERROR(check_rank_options(options));
   if (options.ranks <= 1) return layer_options(common, max_tokens);
-  MOESAIC_ASSIGN_OR_RETURN(FusedMoE::Options layer,
-                           layer_options_of(options, common, 0, options.ranks, common.threads));
-  layer.device = chosen_device(common);
+  MOESAIC_ASSIGN_OR_RETURN(
+      FusedMoE::Options layer,
+      layer_options_of(options, common, 0, options.ranks, threads_of_rank(common, options.ranks)));
+  // Without --device ranks compute on the CPU.
+  layer.device = common.device.empty() ? Device::cpu() : chosen_device(common);
   layer.max_tokens = max_tokens;
   MOESAIC_ASSIGN_OR_RETURN(auto ranks, make_in_process_communicators(options.ranks));
   layer.ranks.communicator = std::move(ranks.front());
@@ -347,7 +354,7 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
                           Origin::kOption);
     }
     // The processes of one machine share its cores.
-    const int threads = common.threads > 0 ? common.threads : std::max(1, cores / size);
+    const int threads = threads_of_rank(common, size);
     return run_one(options, common, threads, std::move(*mine), nullptr, body);
   }
   // Threads that share a core take turns waiting for each other, and every collective is a message
@@ -363,7 +370,7 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
   }
   auto ranks = make_in_process_communicators(options.ranks, communicator);
   if (!ranks.ok()) return console.fail(ranks.status(), Origin::kOption);
-  const int threads = common.threads > 0 ? common.threads : std::max(1, cores / options.ranks);
+  const int threads = threads_of_rank(common, options.ranks);
   std::vector<int> codes(ranks->size(), kExitInternal);
   std::vector<std::thread> team;
   const auto failures = std::make_shared<RankFailures>();

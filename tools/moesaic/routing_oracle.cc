@@ -53,9 +53,14 @@ Result<RoutingOracle> RoutingOracle::create(const MoeLayerSpec& spec,
   return oracle;
 }
 
-void RoutingOracle::set_token(std::span<const double> hidden_state) {
+void RoutingOracle::set_token(std::span<const double> hidden_state, double logits_rounding) {
   gate_.set_token(hidden_state);
-  score_from_logits(gate_.values(), gate_.margins());
+  const std::span<const double> logits = gate_.values();
+  std::vector<double> margins(gate_.margins().begin(), gate_.margins().end());
+  for (std::size_t e = 0; e < margins.size(); ++e) {
+    margins[e] += logits_rounding * std::abs(logits[e]);
+  }
+  score_from_logits(logits, margins);
 }
 
 void RoutingOracle::score_from_logits(std::span<const double> logits,
@@ -117,6 +122,12 @@ bool RoutingOracle::possible_in(std::span<const std::int32_t> ids,
 bool RoutingOracle::possible(std::span<const std::int32_t> ids) const {
   const std::size_t experts = scores_.size();
   if (static_cast<std::int64_t>(ids.size()) != routing_.top_k) return false;
+  // Of what is no number everything could be said.
+  const auto is_number = [](double v) { return std::isfinite(v); };
+  if (!std::all_of(scores_.begin(), scores_.end(), is_number) ||
+      !std::all_of(margins_.begin(), margins_.end(), is_number)) {
+    return false;
+  }
   std::vector<char> seen(experts, 0);
   for (const std::int32_t id : ids) {
     if (id < 0 || static_cast<std::size_t>(id) >= experts) return false;

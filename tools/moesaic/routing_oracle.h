@@ -22,9 +22,10 @@ class RoutingOracle {
   static Result<RoutingOracle> create(const MoeLayerSpec& spec, const MoeLayerTensors& tensors);
 
   // Scores one token. hidden_state [H].
-  void set_token(std::span<const double> hidden_state);
+  //   logits_rounding  relative: of logits that are rounded before they are scored
+  void set_token(std::span<const double> hidden_state, double logits_rounding = 0);
   // Could a router that computes within the margins choose exactly these experts for the token?
-  // False for a wrong count, duplicates and ids out of range.
+  // False for a wrong count, duplicates, ids out of range, and where scores are not finite.
   bool possible(std::span<const std::int32_t> ids) const;
 
   // Of the current token: selection scores and how far a computed one may be off, [E].

@@ -12,6 +12,7 @@
 
 #include "checkpoint/container/names.h"
 #include "moesaic/log.h"
+#include "result_file.h"
 #include "usage.h"
 #include "verbs.h"
 #include "version.h"
@@ -47,6 +48,22 @@ bool wants_json(int argc, char** argv) {
   return wanted;
 }
 
+// Where a failure is reported that comes before the options are known: not into a result that was to
+// go to stdout.
+std::FILE* reports_to(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    for (const std::string_view option : {"--output", "--plot"}) {
+      const std::string_view word = argv[i];
+      if (!word.starts_with(option)) continue;
+      ResultFile file;
+      if (word.size() == option.size() && i + 1 < argc) file.path = argv[i + 1];
+      if (word.substr(option.size()).starts_with('=')) file.path = word.substr(option.size() + 1);
+      if (!file.path.empty() && goes_to_stdout(file)) return stderr;
+    }
+  }
+  return stdout;
+}
+
 int run_verb(int argc, char** argv) {
   CLI::App root(kAbout, "moesaic");
   root.footer(kFooter);
@@ -63,7 +80,8 @@ int run_verb(int argc, char** argv) {
     return root.exit(request);
   } catch (const CLI::ParseError& error) {
     const UsageError usage = explain_usage(root, error, argc, argv);
-    return Console(wants_json(argc, argv), 0).fail(usage.status, Origin::kOption, usage.next);
+    return Console(wants_json(argc, argv), 0, /*results=*/true, reports_to(argc, argv))
+        .fail(usage.status, Origin::kOption, usage.next);
   }
   for (const Verb& verb : verbs) {
     if (verb.app->parsed()) return verb.run();
@@ -74,7 +92,7 @@ int run_verb(int argc, char** argv) {
 }  // namespace
 
 int tool_main(int argc, char** argv) {
-  const Console console(wants_json(argc, argv), 0);
+  const Console console(wants_json(argc, argv), 0, /*results=*/true, reports_to(argc, argv));
   int code = kExitInternal;
   try {
     set_log_sink([](std::string_view message) {

@@ -66,6 +66,9 @@ void print_reports(const Console& console, const std::vector<LayerReport>& repor
         "{:>5}  {:>6}  {:>9.2e}  {:>9.2e}  {:>12.10f}  {:>9.2e}  {:>10}  {:>9}  {} ({}, {})\n",
         r.layer, r.tokens, r.rel_l2, r.bound, r.cosine, r.max_abs, r.topk_mismatches, r.near_ties,
         r.pass ? "pass" : "FAIL", r.quant, r.backend));
+    if (!r.compares_output()) {
+      console.print(fmt::format("{:>5}  every token is a near tie: no output was compared\n", ""));
+    }
     for (const auto& [key, compared] : router_comparisons(r)) {
       if (compared.pass()) continue;
       console.print(fmt::format("{:>5}  {}: rel_l2 {:.2e}, bound {:.2e}: FAIL\n", "", key,

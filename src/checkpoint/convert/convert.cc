@@ -302,6 +302,14 @@ class Converter {
                       layer.spec.layer, rel, checkpoint::kMostWeightError,
                       checkpoint::convert_format_name(plan_.format))};
     }
+    MOESAIC_ASSIGN_OR_RETURN(const auto before, converted_weight_error(from_, layer.spec.layer));
+    if (const double all = std::hypot(before.value_or(0.0), rel);
+        all > checkpoint::kMostWeightError) {
+      return {StatusCode::kUnsupported,
+              fmt::format("layer {}: its weights would be off by {:.2g} of their size with what "
+                          "earlier conversions did ({:.2g}), need at most {}: convert the original",
+                          layer.spec.layer, all, *before, checkpoint::kMostWeightError)};
+    }
     report_.layers.push_back({layer.spec.layer, rel, layer.bytes_in, layer.bytes_out});
     return {};
   }
