@@ -377,6 +377,29 @@ def layer_cases(c):
     gemma4("gemma4_scale_shape", lambda t: t.update({g + "router.scale": bf16([1])(None)}), SHAPE, ["router.scale", "[1]", "[16]"])
     gemma4("gemma4_router_bias", lambda t: t.update({g + "router.proj.bias": bf16([4])(None)}), UNSUPPORTED, ["not recognised", "router.proj.bias"])
 
+    # A shared expert that lies beside the block is as much a part of it.
+    def granite(name, spoil, code, keywords, **more):
+        rng = random.Random(name)
+        layer = Layer(rng, 4, 16, 8).granite().router("router.layer.weight").shared(rng, "^shared_mlp", 12, fused=True)
+        small("granite_" + name, "granitemoeshared", layer.named("model.layers.0.block_sparse_moe"), spoil, code, keywords, intermediate_size=8,
+              **dict({"shared_intermediate_size": 12}, **more))
+
+    beside = lambda leaf, n: (lambda t: t.update({"model.layers.0." + leaf: bf16([n])(None)}))
+    granite("good", lambda t: None, "ok", [])
+    granite("bias_beside", beside("shared_mlp.output_linear.bias", 16), UNSUPPORTED, ["not recognised", "shared_mlp.output_linear.bias"])
+    granite("other_module_beside", beside("shared_mlp.norm.weight", 16), UNSUPPORTED, ["not recognised", "shared_mlp.norm.weight"])
+    granite("other_module_of_the_layer", beside("shared_mlp_norm.weight", 16), "ok", [])
+    granite("denied_beside", lambda t: None, UNSUPPORTED, ["2 tensors", "not recognised", "shared_mlp.input_linear"], shared_intermediate_size=0)
+
+    def step(name, leaf, code, keywords):
+        rng = random.Random(name)
+        layer = Layer(rng, 4, 16, 8).stacked().router().correction_bias(rng, "router_bias").shared(rng, "^share_expert", 12)
+        small("step_" + name, "step3p5", layer.named("model.layers.0.moe"), beside(leaf, 16), code, keywords, share_expert_dim=12, moe_layers_enum="0")
+
+    step("norm_beside", "post_attention_layernorm.weight", "ok", [])
+    step("bias_beside", "share_expert.down_proj.bias", UNSUPPORTED, ["not recognised", "share_expert.down_proj.bias"])
+    step("scale_beside", "share_expert.up_proj.pre_quant_scale", UNSUPPORTED, ["not recognised", "pre_quant_scale"])
+
 
 def e5m2(t):
     t.dtype = "F8_E5M2"

@@ -155,6 +155,35 @@ TEST_F(TinyCheckpoints, PushedSharedExpertsAreCutAsThoseOfTheFile) {
   EXPECT_GE(cut, 5);
 }
 
+// What is beside the block is looked at as what is inside, whichever tensor comes first.
+TEST_F(TinyCheckpoints, UnknownTensorsOfASharedExpertBesideTheBlockAreNamed) {
+  const Tensor any = Tensor::zeros(DType::kF32, {3}).value();
+  for (const auto& [model, name] :
+       {std::pair{"granite_shared", "model.layers.0.shared_mlp.output_linear.bias"},
+        std::pair{"step3", "model.layers.0.share_expert.down_proj.pre_quant_scale"}}) {
+    const std::string path = find(model).directory;
+    for (const std::string prefix : {"", "language_model."}) {
+      for (const bool first : {true, false}) {
+        WeightLoader loader = loader_for(path, 0, {}).value();
+        const std::string full = prefix + name;
+        const auto unknown = [&] { return loader.load(full, any.view()).value(); };
+        if (first) {
+          EXPECT_TRUE(unknown());
+        }
+        for (const StoredTensor& t : read_all_tensors(path)) {
+          ASSERT_TRUE(loader.load(prefix + t.name, t.tensor.view()).ok());
+        }
+        if (!first) {
+          EXPECT_TRUE(unknown());
+        }
+        EXPECT_EQ(
+            mismatch(loader.finish().status(), StatusCode::kUnsupported, {full, "not recognised"}),
+            "");
+      }
+    }
+  }
+}
+
 // The whole layer: output of a FusedMoE made from what was pushed.
 TEST(PushedModels, GiveTheOutputOfTheFile) {
   for (const char* name : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {

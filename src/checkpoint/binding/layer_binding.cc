@@ -112,8 +112,8 @@ Status unknown_error(const LayerSource& source, const std::vector<std::string_vi
                       source.spec.layer, source.spec.prefix, unknown.size(), list_names(unknown))};
 }
 
-// Beginnings of the names in every block the family may use: Mixtral's other spelling must not hide
-// a second copy.
+// Beginnings of the names in every block the family may use, and in what lies beside it: Mixtral's
+// other spelling must not hide a second copy.
 std::set<std::string> block_beginnings(const LayerSource& source) {
   std::string_view layer = source.spec.prefix;
   layer.remove_suffix(source.layout->block.size());
@@ -121,9 +121,8 @@ std::set<std::string> block_beginnings(const LayerSource& source) {
   for (const ExpertLayout& layout : source.family->layouts) {
     if (layout.present()) blocks.insert(fmt::format("{}{}.", layer, layout.block));
   }
-  if (source.family->router_beside_block) {
-    const std::string_view gate = source.family->gate_weight;
-    blocks.insert(fmt::format("{}{}.", layer, gate.substr(0, gate.find('.'))));
+  for (const std::string_view module : modules_beside_block(*source.family)) {
+    blocks.insert(fmt::format("{}{}.", layer, module));
   }
   return blocks;
 }

@@ -25,6 +25,9 @@ std::vector<std::string> block_names(const Family& family, std::string_view laye
       blocks.push_back(std::move(block));
     }
   }
+  for (const std::string_view module : modules_beside_block(family)) {
+    blocks.push_back(block_name(layer_prefix, layer, module));
+  }
   return blocks;
 }
 

@@ -4,6 +4,8 @@
 
 #include <cctype>
 
+#include "core/fault.h"
+
 namespace moesaic::checkpoint {
 namespace {
 
@@ -87,6 +89,20 @@ std::span<const std::string_view> layer_rule_fields(LayerRule rule) {
       break;
   }
   return {};
+}
+
+std::vector<std::string_view> modules_beside_block(const Family& family) {
+  std::vector<std::string_view> modules;
+  if (family.router_beside_block) {
+    modules.push_back(family.gate_weight.substr(0, family.gate_weight.find('.')));
+  }
+  if (!family.shared_beside_block || MOESAIC_FAULT(checkpoint_shared_beside_unchecked)) {
+    return modules;
+  }
+  for (const ExpertLayout* layout : {&family.shared_layout, &family.shared_alternative}) {
+    if (layout->present()) modules.push_back(layout->down.substr(0, layout->down.rfind('.')));
+  }
+  return modules;
 }
 
 std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block) {

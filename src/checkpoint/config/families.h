@@ -242,6 +242,10 @@ const Family* find_family(std::string_view model_type);
 // All model_types of all families, for "nearest known" hints.
 std::vector<std::string_view> known_model_types();
 
+// Modules whose tensors belong to the block although they lie beside it in the layer: the router, the
+// shared expert under each of its names.
+std::vector<std::string_view> modules_beside_block(const Family& family);
+
 // What precedes "<i>.<block>" in tensor names: plain models and the known multimodal wrappers.
 std::span<const std::string_view> layer_prefixes();
 
