@@ -257,6 +257,52 @@ TEST(FamilyActivation, LimitsAreNotNull) {
             "");
 }
 
+// null where the family's default changes something: that default, or what null is to Python?
+TEST(FamilyRouting, NullIsNoDefault) {
+  struct Case {
+    const char *type, *field, *need, *readings;
+  };
+  const std::vector<Case> cases = {
+      {"deepseek_v3", "norm_topk_prob", "true or false", "false, or the default of true"},
+      {"glm4_moe", "norm_topk_prob", "true or false", "false, or the default of true"},
+      {"kimi_linear", "moe_renormalize", "true or false", "false, or the default of true"},
+      {"kimi_linear", "norm_topk_prob", "true or false", "false, or the default of true"},
+      {"deepseek_v3", "routed_scaling_factor", "a number", "none, or the default of 2.5"},
+      {"kimi_k2", "routed_scaling_factor", "a number", "none, or the default of 2.827"},
+      {"laguna", "first_k_dense_replace", "a number", "none, or the default of 1"},
+      {"deepseek_v3", "first_k_dense_replace", "a number", "none, or the default of 3"},
+      {"lfm2_moe", "num_dense_layers", "a number", "none, or the default of 2"},
+      {"deepseek_v3", "n_group", "a number", "none, or the default of 8"},
+      {"bailing_hybrid", "n_group", "a number", "none, or the default of 8"},
+      {"bailing_hybrid", "num_expert_group", "a number", "none, or the default of 8"},
+      {"axk1", "topk_group", "a number", "none, or the default of 4"},
+      {"deepseek_v4", "num_hash_layers", "a number", "none, or the default of 3"},
+  };
+  for (const Case& c : cases) {
+    const std::string_view type = c.type, field = c.field;
+    Json json = sized(c.type, {{"num_local_experts", 16}, {"vocab_size", 11}});
+    if (type == "laguna") json["shared_expert_intermediate_size"] = 8;
+    EXPECT_TRUE(checkpoint::parse_model_config(json.dump()).ok()) << type;
+    json[c.field] = nullptr;
+    EXPECT_EQ(refused(json, StatusCode::kAmbiguousFormat, {c.field, "got null", c.need, c.readings}),
+              "")
+        << type << ": " << field;
+  }
+  // The other name says it, or the default changes nothing.
+  const Json ling = sized("bailing_hybrid", {{"n_group", 2}, {"topk_group", 1}});
+  EXPECT_EQ(first_layer(with(ling, {{"num_expert_group", nullptr}})).routing.num_expert_group, 2);
+  EXPECT_FALSE(first_layer(with(ling, {{"norm_topk_prob", nullptr}, {"moe_renormalize", false}}))
+                   .routing.renormalize);
+  EXPECT_EQ(layers_of(sized("exaone_moe", {{"first_k_dense_replace", nullptr},
+                                           {"first_last_k_dense_replace", 2}})),
+            (std::vector<int>{2, 3}));
+  for (const char* type : {"dots1", "olmoe", "mistral4", "glm4_moe"}) {
+    const Json nulls = {{"routed_scaling_factor", nullptr}, {"n_group", nullptr}};
+    EXPECT_TRUE(checkpoint::parse_model_config(sized(type, nulls).dump()).ok()) << type;
+  }
+  EXPECT_FALSE(first_layer(sized("olmoe", {{"norm_topk_prob", nullptr}})).routing.renormalize);
+}
+
 TEST(FamilyTypes, OfTransformers524) {
   const MoeLayerSpec sarvam = first_layer(sized("sarvam_moe", {{"score_function", "sigmoid"}}));
   EXPECT_EQ(sarvam.layer, 1);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -81,10 +82,9 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
     }
   }
   if (!family.limit_field.empty()) {
-    if (std::isfinite(activation.limit) && fields.is_null(family.limit_field)) {
-      return Status(StatusCode::kAmbiguousFormat,
-                    fmt::format("{}: {}: got null, need a number: no limit, or the default of {}?",
-                                fields.where(), family.limit_field, activation.limit));
+    if (std::isfinite(activation.limit)) {
+      MOESAIC_RETURN_IF_ERROR(fields.refuse_null(std::span(&family.limit_field, 1), "a number",
+                                                 "no limit", fmt::to_string(activation.limit)));
     }
     MOESAIC_ASSIGN_OR_RETURN(const auto limit, read_constant(fields, family.limit_field));
     if (limit && !(*limit > 0)) {

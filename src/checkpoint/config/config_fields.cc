@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -35,6 +36,17 @@ bool ConfigFields::is_null(std::string_view name) const {
   if (read_ != nullptr) read_->emplace(name);
   const auto it = object_->find(std::string(name));
   return it != object_->end() && it->is_null();
+}
+
+Status ConfigFields::refuse_null(Names names, std::string_view need, std::string_view none,
+                                 std::string_view family_default) const {
+  for (const std::string_view name : names) {
+    if (!is_null(name) || MOESAIC_FAULT(checkpoint_null_is_default)) continue;
+    return {StatusCode::kAmbiguousFormat,
+            fmt::format("{}: {}: got null, need {}: {}, or the default of {}?", where_, name, need,
+                        none, family_default)};
+  }
+  return {};
 }
 
 bool ConfigFields::is_list(std::string_view name) const {

@@ -1,5 +1,6 @@
 // Typed, range-checked reading of the fields of one JSON object. Every refusal names the field, the
-// value found and the value needed. A field that is missing and one that is null are the same.
+// value found and the value needed. A field that is missing and one that is null are the same, but for
+// refuse_null and is_null.
 #pragma once
 
 #include <cstdint>
@@ -61,6 +62,10 @@ class ConfigFields {
 
   // Present with the value null: some fields say "none" that way.
   bool is_null(std::string_view name) const;
+  // kAmbiguousFormat for the first of the names that is null, where that might mean `none` or the
+  // family's default: "config.json: n_group: got null, need a number: none, or the default of 8?".
+  Status refuse_null(Names names, std::string_view need, std::string_view none,
+                     std::string_view family_default) const;
   bool is_list(std::string_view name) const;
 
   // The first member of `values` that this object does not have as well: "bits: got 8, need 4";

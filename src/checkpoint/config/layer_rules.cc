@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "checkpoint/config/config.h"
@@ -101,6 +102,10 @@ Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const F
                                              std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto first,
                            fields.integer(family.first_dense_fields.list(), {0, kMaxLayers}));
+  if (!first && family.default_first_dense != 0) {
+    MOESAIC_RETURN_IF_ERROR(fields.refuse_null(family.first_dense_fields.list(), "a number", "none",
+                                               fmt::to_string(family.default_first_dense)));
+  }
   LayerList flags;
   std::int64_t every = 1;
   if (family.has_frequency_list && fields.is_list("moe_layer_freq")) {
@@ -246,7 +251,12 @@ Result<std::vector<bool>> hash_layers(const ConfigFields& fields, const Family& 
   if (family.hash_table.empty()) return is_hash;
   MOESAIC_ASSIGN_OR_RETURN(const auto types,
                            fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
-  MOESAIC_ASSIGN_OR_RETURN(const auto count, fields.integer("num_hash_layers", {0, kMaxLayers}));
+  constexpr std::string_view kCount = "num_hash_layers";
+  MOESAIC_ASSIGN_OR_RETURN(const auto count, fields.integer(kCount, {0, kMaxLayers}));
+  if (!types && !count && family.default_hash_layers != 0) {
+    MOESAIC_RETURN_IF_ERROR(fields.refuse_null(std::span(&kCount, 1), "a number", "none",
+                                               fmt::to_string(family.default_hash_layers)));
+  }
   if (types && static_cast<std::int64_t>(types->size()) != num_layers) {
     return Status(fields.bad_value("mlp_layer_types", fmt::format("{} entries", types->size()),
                                    fmt::format("{} (num_hidden_layers)", num_layers)));

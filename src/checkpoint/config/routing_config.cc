@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "checkpoint/container/names.h"
@@ -47,16 +49,19 @@ Result<TopkMethod> read_topk_method(const ConfigFields& fields, const RoutingRul
 }
 
 Status read_groups(const ConfigFields& fields, const RoutingRule& rule, RoutingSpec* routing) {
-  // transformers stops at null, vLLM takes one group.
-  if (rule.default_n_group != 1 && fields.is_null("n_group")) {
-    return {StatusCode::kAmbiguousFormat,
-            fmt::format("{}: n_group: got null, need a number: none, or the default of {}?",
-                        fields.where(), rule.default_n_group)};
-  }
+  constexpr std::string_view kKept = "topk_group";
   MOESAIC_ASSIGN_OR_RETURN(const auto groups,
                            fields.integer(rule.group_fields.list(), {1, routing->num_experts}));
-  MOESAIC_ASSIGN_OR_RETURN(const auto kept,
-                           fields.integer("topk_group", {1, routing->num_experts}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto kept, fields.integer(kKept, {1, routing->num_experts}));
+  // transformers stops at null, vLLM takes one group.
+  if (!groups && rule.default_n_group != 1) {
+    MOESAIC_RETURN_IF_ERROR(fields.refuse_null(rule.group_fields.list(), "a number", "none",
+                                               fmt::to_string(rule.default_n_group)));
+  }
+  if (!kept && rule.default_topk_group != 1) {
+    MOESAIC_RETURN_IF_ERROR(fields.refuse_null(std::span(&kKept, 1), "a number", "none",
+                                               fmt::to_string(rule.default_topk_group)));
+  }
   routing->num_expert_group = groups.value_or(rule.default_n_group);
   routing->topk_group = kept.value_or(rule.default_topk_group);
   if (routing->topk_group > routing->num_expert_group) {
@@ -101,6 +106,10 @@ Result<bool> read_bias(const ConfigFields& fields, const RoutingRule& rule,
 Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule) {
   if (rule.scale == ScaleRule::kNone) return 1.0;
   MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number(rule.scale_field));
+  if (!stated && rule.default_scale != 1.0) {
+    MOESAIC_RETURN_IF_ERROR(fields.refuse_null(std::span(&rule.scale_field, 1), "a number", "none",
+                                               fmt::to_string(rule.default_scale)));
+  }
   const double scale = stated.value_or(rule.default_scale);
   if (!(scale > 0)) return fields.bad_value(rule.scale_field, fmt::to_string(scale), "> 0");
   return scale;
@@ -188,14 +197,22 @@ Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rul
       }
       [[fallthrough]];
     case RenormRule::kStated: {
+      const std::array both = {rule.renorm_field, rule.renorm_alias};
+      const auto names = std::span(both).first(rule.renorm_alias.empty() ? 1 : 2);
       MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean(rule.renorm_field));
-      if (rule.renorm_alias.empty()) return stated.value_or(rule.default_renorm);
-      MOESAIC_ASSIGN_OR_RETURN(const auto alias, fields.boolean(rule.renorm_alias));
+      std::optional<bool> alias;
+      if (names.size() > 1) {
+        MOESAIC_ASSIGN_OR_RETURN(alias, fields.boolean(rule.renorm_alias));
+      }
       if (stated && alias && *stated != *alias) {
         return Status(
             StatusCode::kAmbiguousFormat,
             fmt::format("{}: {} is {} but {}, another name of the same field, is {}",
                         fields.where(), rule.renorm_field, *stated, rule.renorm_alias, *alias));
+      }
+      if (!stated && !alias && rule.default_renorm) {
+        // To the models' own code null is as good as false.
+        MOESAIC_RETURN_IF_ERROR(fields.refuse_null(names, "true or false", "false", "true"));
       }
       return stated.value_or(alias.value_or(rule.default_renorm));
     }
