@@ -82,10 +82,13 @@ Status PushedTensors::cut(const TensorInfo& info, std::span<const ByteRuns> runs
   if (!keeps_whole(info)) return internal(info, "cannot be cut, need the whole of it");
   Entry& entry = *by_info_.at(&info);
   if (entry.pieces.empty()) return {};
-  Piece whole = std::move(entry.pieces.front());
-  entry.pieces.clear();
-  kept_bytes_ -= whole.bytes.bytes();
-  return keep(info, runs, whole.bytes.data());
+  if (MOESAIC_FAULT(pushed_cut_forgets_first)) {
+    const Piece whole = std::move(entry.pieces.front());
+    entry.pieces.clear();
+    return keep(info, runs, whole.bytes.data());
+  }
+  // The whole goes when all parts of it are there.
+  return keep(info, runs, entry.pieces.front().bytes.data());
 }
 
 void PushedTensors::forget(const TensorInfo& info) {

@@ -38,10 +38,10 @@ class PushedTensors final : public TensorDataFile {
   // already; kLimitExceeded, kInvalidShape as contiguous_bytes.
   Result<const TensorInfo*> add(std::string_view name, DType dtype, const Shape& shape,
                                 quant::GgufType block_type);
-  // Copies these runs out of the whole tensor's bytes; what was kept before goes. kOutOfMemory, and
-  // kInternal for a run that is no part of the tensor.
+  // Copies these runs out of the whole tensor's bytes; what was kept before goes, which those bytes
+  // may be. kOutOfMemory, and kInternal for a run that is no part of the tensor: then it stays.
   Status keep(const TensorInfo& info, std::span<const ByteRuns> runs, const std::byte* tensor);
-  // Of a tensor that is kept whole, these runs alone.
+  // Of a tensor that is kept whole, these runs alone; the whole stays where that fails.
   Status cut(const TensorInfo& info, std::span<const ByteRuns> runs);
   void forget(const TensorInfo& info);
 
