@@ -457,9 +457,13 @@ def gguf(c):
            "limit": 7.0, "alpha": 1.702, "beta": 1.0, "expert_bias": True, "router_bias": True}
     c.add_gguf("gguf_gpt_oss", metadata("gpt-oss", **sizes(expert_gating_func=3)),
                two(lambda s: layer(s, expert_bias="F32").router_bias(random.Random(s), "x", "F32")), oss)
-    c.add_gguf("gguf_nemotron", metadata("nemotron_h_moe", **sizes(expert_gating_func=2, expert_weights_scale=2.0)),
-               two(lambda s: layer(s, "F32", gated=False)), dict(plain, scoring="sigmoid", scale=2.0, scale_on_output=True, bias=True,
-                                                                activation="relu2_no_mul"))
+    nemotron = dict(plain, scoring="sigmoid", scale=2.0, scale_on_output=True, bias=True, activation="relu2_no_mul")
+    for name, said in (("", {"expert_weights_norm": True}), ("_unsaid", {})):
+        c.add_gguf("gguf_nemotron" + name, metadata("nemotron_h_moe", **sizes(expert_gating_func=2, expert_weights_scale=2.0, **said)),
+                   two(lambda s: layer(s, "F32", gated=False)), dict(nemotron, renormalize=bool(said)))
+    for arch in ("glm4moe", "dots1"):  # llama.cpp renormalises where the file says so
+        c.add_gguf("gguf_%s_unsaid" % arch, metadata(arch, **sizes(expert_gating_func=2)), two(lambda s: layer(s, "F32")),
+                   dict(plain, scoring="sigmoid", renormalize=False, bias=True))
 
 
 def main():

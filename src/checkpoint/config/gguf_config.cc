@@ -15,7 +15,7 @@
 namespace moesaic::checkpoint {
 namespace {
 
-// How an architecture name maps to a family, and what its readers assume where the file is silent.
+// How an architecture name maps to a family, and what llama.cpp assumes where the file is silent.
 struct Architecture {
   std::string_view name;
   std::string_view model_type;
@@ -29,8 +29,8 @@ constexpr auto kArchitectures = std::to_array<Architecture>({
     {"qwen3moe", "qwen3_moe", true},
     {"qwen3next", "qwen3_next", true},
     {"deepseek2", "deepseek_v3"},
-    {"glm4moe", "glm4_moe", true},
-    {"dots1", "dots1", true},
+    {"glm4moe", "glm4_moe"},
+    {"dots1", "dots1"},
     {"minimax-m2", "minimax_m2"},
     {"olmoe", "olmoe"},
     {"gpt-oss", "gpt_oss"},
@@ -41,7 +41,7 @@ constexpr auto kArchitectures = std::to_array<Architecture>({
     {"dbrx", "dbrx"},
     {"hunyuan-moe", "hunyuan_v1_moe"},
     {"ernie4_5-moe", "ernie4_5_moe"},
-    {"nemotron_h_moe", "nemotron_h", true},
+    {"nemotron_h_moe", "nemotron_h"},
 });
 
 // Values of expert_gating_func.
