@@ -134,6 +134,7 @@ def models(c):
     c.gguf("meta_dense", gguf_file(metadata("qwen3moe", **dict(sizes, expert_count=0)), {"blk.0.ffn_up.weight": Tensor("BF16", [8, 16], bytes(256))}), "ok")
     single = {"blk.1.ffn_up.0.weight": Tensor("BF16", [8, 16], bytes(256))}
     c.gguf("meta_dense_with_an_expert", gguf_file(metadata("qwen3moe", **dict(sizes, expert_count=0)), single), CORRUPT, ["expert_count", "got 0", "blk.1.ffn_up.0"])
+    meta("only_prediction_layers", {"nextn_predict_layers": 2}, ARGUMENT, ["qwen3moe.nextn_predict_layers", "got 2", "0 to 1"])
     meta("too_many_experts", {"expert_count": 1 << 20}, ARGUMENT, ["expert_count", "1048576"])
     meta("too_many_layers", {"block_count": 1 << 20}, ARGUMENT, ["block_count", "1048576"])
     meta("hidden_huge", {"embedding_length": 2**32 - 1}, LIMIT, ["embedding_length"])

@@ -464,6 +464,10 @@ def gguf(c):
     for arch in ("glm4moe", "dots1"):  # llama.cpp renormalises where the file says so
         c.add_gguf("gguf_%s_unsaid" % arch, metadata(arch, **sizes(expert_gating_func=2)), two(lambda s: layer(s, "F32")),
                    dict(plain, scoring="sigmoid", renormalize=False, bias=True))
+    # Two layers and one that predicts a further token: skipped.
+    predict = dict(layer_tensors(layer(9, "F32"), 3), **{"blk.3.nextn.eh_proj.weight": tensor("BF16", matrix(random.Random(9), "BF16", 16, 32))})
+    c.add_gguf("gguf_nextn", metadata("glm4moe", **sizes(block_count=4, nextn_predict_layers=1, expert_gating_func=2, expert_weights_norm=True)),
+               two(lambda s: layer(s, "F32")), dict(plain, scoring="sigmoid", bias=True), extra=predict)
 
 
 def main():

@@ -11,6 +11,7 @@
 #include "checkpoint/config/gguf_metadata.h"
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -241,6 +242,15 @@ void add_layer_rule(const Family& family, nlohmann::json* json) {
   }
 }
 
+// Blocks without the last ones, which predict further tokens and are no part of the model.
+Result<std::int64_t> main_layers(const GgufMetadata& metadata) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t blocks,
+                           metadata.required("block_count", 1, kMaxLayers));
+  MOESAIC_ASSIGN_OR_RETURN(const auto predict,
+                           metadata.integer("nextn_predict_layers", 0, blocks - 1));
+  return MOESAIC_FAULT(gguf_prediction_layers_are_listed) ? blocks : blocks - predict.value_or(0);
+}
+
 // "blk.3.ffn..." -> 3, or -1.
 int layer_of(std::string_view name, std::int64_t num_layers) {
   name.remove_prefix(kGgufLayerPrefix.size());
@@ -283,8 +293,7 @@ Result<ModelConfig> read_checked(std::string_view label,
   GgufMetadata metadata(label, *headers.front());
   MOESAIC_ASSIGN_OR_RETURN(const Architecture* architecture, find_architecture(metadata));
   metadata.set_architecture(std::string(architecture->name));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_layers,
-                           metadata.required("block_count", 1, kMaxLayers));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_layers, main_layers(metadata));
   MOESAIC_ASSIGN_OR_RETURN(const auto num_experts,
                            metadata.integer("expert_count", 0, kMaxExperts));
   if (num_experts.value_or(0) == 0) {

@@ -22,7 +22,8 @@ bool is_gguf_moe_tensor(std::string_view name);
 // "blk.3.ffn_up.7.weight": an expert by itself, as llama.cpp wrote them in its first months with experts.
 bool is_gguf_single_expert(std::string_view name);
 
-// Layers are those that hold MoE tensors in `headers` (the parts of one model, first part first).
+// Layers are those that hold MoE tensors in `headers` (the parts of one model, first part first), but
+// for the last nextn_predict_layers blocks.
 // Widths that old files leave out are those that llama.cpp takes: of Qwen's experts
 // feed_forward_length / expert_used_count, of their shared expert feed_forward_length.
 // `label` begins every message. kUnsupported: an architecture without MoE layers here (the nearest
