@@ -89,7 +89,7 @@ class Checkpoint {
   // Bytes of all tensors of the layer's MoE block, as stored; 0 for a layer that is not MoE.
   std::int64_t layer_bytes(int index) const;
   // Problems that do not stop every layer, in words: missing or unknown tensors, odd shapes,
-  // ignored duplicates.
+  // ignored duplicates, experts in layers that the configuration calls dense.
   std::vector<std::string> problems() const;
 
   // Loads the router's tensors and makes the sources of the experts, which stay valid after this

@@ -1,7 +1,10 @@
 // Every family in every storage, written by an independent script, must load to the script's
 // canonical bytes: whole, in tensor-parallel slices and in expert-parallel shares.
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <map>
+#include <tuple>
 
 #include "checkpoint/tiny_support.h"
 #include "moesaic/parallel.h"
@@ -171,6 +174,26 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_TRUE(validate(spec).ok());
     }
     EXPECT_EQ(layers, c.layers);
+  }
+}
+
+// What the configuration denies is not read, and problems() says so.
+TEST_F(TinyCheckpoints, ExpertsInDenseLayersAreAProblem) {
+  for (const auto& [name, field, value, dense] :
+       {std::tuple{"deepseek_v3", "first_k_dense_replace", 2, "dense: 1"},
+        std::tuple{"qwen3_moe_fused", "decoder_sparse_step", 2, "dense: 0"},
+        std::tuple{"jamba", "expert_layer_period", 4, "dense: 3"},
+        std::tuple{"kimi_nested", "first_k_dense_replace", 2, "dense: 1"}}) {
+    const TinyCase& c = find(name);
+    const TempDir dir;
+    std::filesystem::copy(c.directory, dir.path("model"));
+    std::ifstream before(dir.path("model/config.json"));
+    nlohmann::json config = nlohmann::json::parse(before);
+    (config.contains("text_config") ? config["text_config"] : config)[field] = value;
+    std::ofstream(dir.path("model/config.json")) << config.dump();
+    const std::vector<std::string> problems = must_open(dir.path("model")).problems();
+    ASSERT_EQ(problems.size(), 1U) << name;
+    EXPECT_TRUE(problems[0].ends_with(dense)) << problems[0];
   }
 }
 

@@ -68,6 +68,9 @@ Status check_form(const PlannedTensor& want, const TensorInfo& got);
 // kCorruptFile when the files hold experts that the configuration says there are none of.
 Status check_no_experts(const ModelConfig& config, const ShardSet& shards);
 
+// Layers that the configuration calls dense although the files hold experts of theirs, ascending.
+std::vector<int> dense_layers_with_experts(const ModelConfig& config, const ShardSet& shards);
+
 // Does the name lie inside the layer's block, where everything must be known?
 bool in_block(const LayerSource& source, std::string_view name);
 

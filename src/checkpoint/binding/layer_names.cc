@@ -236,6 +236,33 @@ Status check_no_experts(const ModelConfig& config, const ShardSet& shards) {
   return {};
 }
 
+std::vector<int> dense_layers_with_experts(const ModelConfig& config, const ShardSet& shards) {
+  std::vector<int> found;
+  if (config.gguf) return found;  // there the tensors say which layers are MoE
+  const auto holds = [&](std::string_view prefix, int layer) {
+    for (const ExpertLayout& layout : config.family->layouts) {
+      if (!layout.present()) continue;
+      const std::string_view fixed = layout.down.substr(0, layout.down.find("{e}"));
+      const std::string inside = block_name(prefix, layer, layout.block) + ".";
+      if (!tensors_under(shards, inside + std::string(fixed)).empty()) return true;
+    }
+    return false;
+  };
+  auto moe = config.layers.begin();
+  for (int layer = 0; layer < config.num_hidden_layers; ++layer) {
+    if (moe != config.layers.end() && moe->layer == layer) {
+      ++moe;
+      continue;
+    }
+    const auto prefixes = layer_prefixes();
+    if (std::any_of(prefixes.begin(), prefixes.end(),
+                    [&](std::string_view prefix) { return holds(prefix, layer); })) {
+      found.push_back(layer);
+    }
+  }
+  return found;
+}
+
 Status choose_names(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string_view prefix,
                            find_prefix(*config.family, source->spec.layer, shards));

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <iterator>
 #include <optional>
+#include <span>
 #include <system_error>
 #include <utility>
 
@@ -18,6 +19,7 @@
 #include "checkpoint/container/shards.h"
 #include "checkpoint/reader/layer_weights.h"
 #include "checkpoint/reader/side_files.h"
+#include "core/fault.h"
 #include "moesaic/weight_loader.h"
 
 namespace moesaic {
@@ -176,6 +178,14 @@ std::vector<std::string> Checkpoint::problems() const {
   if (impl_->config.layers.empty()) {
     problems.push_back(impl_->config.gguf ? "the file holds no MoE layer"
                                           : "config.json describes no MoE layer");
+  }
+  const std::vector<int> dense =
+      checkpoint::dense_layers_with_experts(impl_->config, *impl_->shards);
+  if (!dense.empty() && !MOESAIC_FAULT(checkpoint_dense_experts_unsaid)) {
+    problems.push_back(fmt::format(
+        "the files hold experts, which are not read, of layers that config.json calls dense: {}{}",
+        fmt::join(std::span(dense).first(std::min(dense.size(), kMaxLayerProblems)), ", "),
+        dense.size() > kMaxLayerProblems ? " ..." : ""));
   }
   std::size_t broken = 0;
   for (const MoeLayerSpec& spec : impl_->config.layers) {
