@@ -72,6 +72,9 @@ def descriptions(c):
     for mark in ("-:", "+:", ""):
         bad("gptq_dynamic_regex_" + {"-:": "minus", "+:": "plus"}.get(mark, "bare"), dict(GPTQ, dynamic={mark + "(": {}}), UNSUPPORTED,
             ["regular expression", "malformed"])
+    bad("gptq_modules_string", dict(GPTQ, modules_in_block_to_quantize="mlp"), CORRUPT, ["modules_in_block_to_quantize", "a list of strings"])
+    bad("gptq_modules_number", dict(GPTQ, modules_in_block_to_quantize=[["a"], ["b", 3]]), CORRUPT, ["modules_in_block_to_quantize[1]", "a list of 2"])
+    bad("gptq_modules_empty", dict(GPTQ, modules_in_block_to_quantize=[["a"], ""]), ARGUMENT, ["modules_in_block_to_quantize", "parts of modules' names"])
     bad("gptq_dynamic_number", dict(GPTQ, dynamic={"+:lm_head": 8}), CORRUPT, ["dynamic", "+:lm_head", "got 8", "an object"])
     bad("gptq_dynamic_and_list", dict(GPTQ, dynamic={"-:x": {}}, modules_to_not_convert=["y"]), UNSUPPORTED, ["dynamic", "modules_to_not_convert"])
     bad("awq_version", dict(AWQ, version="gemv"), UNSUPPORTED, ["version", "gemv"])
@@ -207,6 +210,21 @@ def layers(c):
     dyn("kept_and_left_out", {"+:.*mlp.*": {}, "-:.*mlp.*": {}}, AMBIGUOUS, ['"+:.*mlp.*"', first, "leaves it out"])
     dyn("elsewhere", {"lm_head": {}, "+:.*lm_head$": {"bits": 8}, ".*attn.*": {"bits": 8}, "experts": {"bits": 8}, "-:.*attn.*": {}}, "ok", [])
     dyn("as_the_rest", {"+:.*experts.*": {"bits": 4, "group_size": 32}, "+:.*up_proj": {}, "+:.*down_proj": None}, "ok", [])
+    # GPTQ of some linears of a block: a list, or lists of those that are quantised together
+    some = lambda name, entries, linear, code, keys: layer("gptq_modules_" + name, dict(GPTQ, modules_in_block_to_quantize=entries), linear,
+                                                           lambda t: None, code, keys)
+    packed, plain = (lambda rng, n, m: q.gptq(rng, n, m)), (lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},))
+    attention = [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
+    some("attention", attention, plain, "ok", [])
+    some("flat", ["self_attn.q_proj"], plain, "ok", [])
+    some("attention_packed", attention, packed, UNSUPPORTED, ["gate_proj.weight", "not recognised"])
+    some("none", [], packed, "ok", [])
+    some("null", None, packed, "ok", [])
+    every = [["mlp.experts.%d.%s_proj" % (e, x) for e in range(EXPERTS)] for x in ("gate", "up", "down")]
+    some("experts", attention + every, packed, "ok", [])
+    some("projections", ["up_proj", "gate_proj", "down_proj"], packed, "ok", [])
+    some("no_down", attention + every[:2], packed, UNSUPPORTED, ["left out", "down_proj", "up_proj", "all or none"])
+    some("one_expert", ["experts.1."], packed, UNSUPPORTED, ["left out", "experts.0", "experts.1", "all or none"])
     # FP8 per tensor (static), per channel
     one = lambda **k: (lambda rng, n, m: q.fp8_tensor(rng, n, m, scale=2.0**-8, static=True, **k))
     f = lambda name, spoil, code, keys, quant=FP8, **k: layer("fp8t_" + name, quant, one(), spoil, code, keys, **k)

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -200,6 +201,28 @@ Result<std::optional<std::vector<std::string>>> ConfigFields::strings(std::strin
         if (!value.is_string()) return bad_type(entry, value, "a string");
         return value.get<std::string>();
       });
+}
+
+Result<std::optional<std::vector<std::string>>> ConfigFields::nested_strings(
+    std::string_view name, std::size_t max_count) const {
+  using Strings = std::vector<std::string>;
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto lists,
+      list<Strings>(name, "a list of strings", max_count,
+                    [&](const std::string& entry, const nlohmann::json& value) -> Result<Strings> {
+                      if (value.is_string()) return Strings{value.get<std::string>()};
+                      const bool flat = value.is_array() &&
+                                        std::all_of(value.begin(), value.end(),
+                                                    [](const auto& v) { return v.is_string(); });
+                      if (!flat) return bad_type(entry, value, "a string or a list of strings");
+                      return value.get<Strings>();
+                    }));
+  if (!lists) return std::optional<Strings>();
+  Strings all;
+  for (const Strings& inner : *lists) all.insert(all.end(), inner.begin(), inner.end());
+  if (all.size() <= max_count) return std::optional(std::move(all));
+  return Status(StatusCode::kLimitExceeded, fmt::format("{}: {}: got {} entries, need at most {}",
+                                                        where_, name, all.size(), max_count));
 }
 
 Result<std::optional<std::vector<bool>>> ConfigFields::booleans(std::string_view name,

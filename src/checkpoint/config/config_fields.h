@@ -55,6 +55,9 @@ class ConfigFields {
                                                             std::size_t max_count) const;
   Result<std::optional<std::vector<std::string>>> strings(std::string_view name,
                                                           std::size_t max_count) const;
+  // Of strings, or of lists of them, one behind the other; at most `max_count` in all.
+  Result<std::optional<std::vector<std::string>>> nested_strings(std::string_view name,
+                                                                 std::size_t max_count) const;
   Result<std::optional<std::vector<bool>>> booleans(std::string_view name,
                                                     std::size_t max_count) const;
   // The nested object, or nullptr when absent.

@@ -63,6 +63,7 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
   QuantConfig narrow;
   narrow.linear = quant.linear;
   narrow.rule = quant.rule;
+  narrow.only = quant.only;
   std::copy_if(quant.skips.begin(), quant.skips.end(), std::back_inserter(narrow.skips), may_match);
   for (const QuantGroup& group : quant.groups) {
     narrow.groups.push_back({group.name, group.format, {}});
@@ -79,6 +80,7 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
 std::uint64_t entries_cost(const QuantConfig& quant) {
   std::uint64_t cost = 0;
   for (const std::string& entry : quant.skips) cost += entry_cost(quant.rule, entry);
+  for (const std::string& entry : quant.only) cost += entry.size() + 1;
   for (const QuantGroup& group : quant.groups) {
     for (const std::string& target : group.targets) cost += entry_cost(quant.rule, target);
   }

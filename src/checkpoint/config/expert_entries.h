@@ -10,8 +10,8 @@
 
 namespace moesaic::checkpoint {
 
-// The description with those entries alone that some expert's projection may match; of each other
-// one, none does.
+// The description with those entries alone that some expert's projection may match (and all of
+// `only`); of each other one, none does.
 QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
                      std::span<const std::string_view> projections);
 

@@ -78,10 +78,10 @@ bool has_digits(std::string_view pattern) {
          pattern.find("\\d") != std::string_view::npos;
 }
 
-// Whether an entry may match some experts and not others. A name must be one of theirs; a pattern
-// without digits can distinguish only the number of digits.
+// Whether an entry may match some experts and not others. A whole name must be one of theirs; a
+// pattern, or a part of a name, without digits can distinguish only the number of digits.
 bool tells_experts(NameRule rule, const std::string& entry, std::string_view experts) {
-  const bool pattern = rule == NameRule::kGlob || entry.starts_with("re:");
+  const bool pattern = rule != NameRule::kExactOrRegex || entry.starts_with("re:");
   return pattern ? has_digits(entry) : entry.starts_with(experts);
 }
 
@@ -110,7 +110,8 @@ std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_
   const auto tells = [&](const std::string& entry) {
     return tells_experts(quant.rule, entry, experts);
   };
-  bool all = std::any_of(quant.skips.begin(), quant.skips.end(), tells);
+  bool all = std::any_of(quant.skips.begin(), quant.skips.end(), tells) ||
+             std::any_of(quant.only.begin(), quant.only.end(), has_digits);
   for (const QuantGroup& group : quant.groups) {
     all = all || std::any_of(group.targets.begin(), group.targets.end(), tells);
   }
@@ -196,7 +197,11 @@ const QuantConfig& description_of(const QuantConfig& quant, std::string_view mod
 }
 
 bool skips_module(const QuantConfig& quant, std::string_view module) {
-  return any_matches(quant.rule, quant.skips, module);
+  if (any_matches(quant.rule, quant.skips, module)) return true;
+  return !quant.only.empty() && !MOESAIC_FAULT(checkpoint_only_is_ignored) &&
+         std::none_of(quant.only.begin(), quant.only.end(), [&](const std::string& entry) {
+           return module.find(entry) != std::string_view::npos;
+         });
 }
 
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
@@ -234,7 +239,7 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
   const QuantConfig& quant = description_of(whole, experts);
   if (!quant.quantized()) return LinearFormat{};
   const QuantConfig narrow = narrowed(quant, experts, projections);
-  if (quant.rule != NameRule::kParts || !quant.overrides.empty()) {
+  if (quant.rule != NameRule::kParts || !quant.overrides.empty() || !quant.only.empty()) {
     const std::uint64_t names = narrow.overrides.empty()
                                     ? telling_experts(narrow, experts, num_experts).size()
                                     : static_cast<std::uint64_t>(num_experts);
@@ -269,9 +274,12 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts,
                            std::span<const std::string_view> projections) {
-  if (quant.skips.empty() || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
-  if (skips_module(quant, experts)) return true;
-  if (quant.rule != NameRule::kParts) return skips_each(quant, experts, num_experts, projections);
+  const bool none = quant.skips.empty() && quant.only.empty();
+  if (none || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
+  if (any_matches(quant.rule, quant.skips, experts)) return true;
+  if (quant.rule != NameRule::kParts || !quant.only.empty()) {
+    return skips_each(quant, experts, num_experts, projections);
+  }
 
   // Entries that reach below the experts module: "<experts>.<e>", "<experts>.<e>.<projection>",
   // "<experts>.<projection>", or the ends of these names.

@@ -233,8 +233,10 @@ Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_vie
 }
 
 bool same_quantisation(QuantConfig a, QuantConfig b) {
-  std::sort(a.skips.begin(), a.skips.end());
-  std::sort(b.skips.begin(), b.skips.end());
+  for (QuantConfig* quant : {&a, &b}) {
+    std::sort(quant->skips.begin(), quant->skips.end());
+    std::sort(quant->only.begin(), quant->only.end());
+  }
   return a == b;
 }
 

@@ -49,6 +49,8 @@ struct QuantConfig {
   LinearFormat linear;  // of every linear that is not left out; plain: nothing is quantised
   NameRule rule = NameRule::kParts;
   std::vector<std::string> skips;
+  // Not empty: modules whose names have none of these in them are left out as well. GPTQ.
+  std::vector<std::string> only;
   // Not empty: these decide instead of `linear`, which is then that of the first group.
   std::vector<QuantGroup> groups;
   std::vector<QuantOverride> overrides;
@@ -84,7 +86,7 @@ Result<QuantConfig> parse_quant_config(const nlohmann::json& top);
 // (GPTQ), quant_config.json (AWQ). `name` begins every message.
 Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json);
 
-// Equal but for the order of the skip lists.
+// Equal but for the order of the lists of names.
 bool same_quantisation(QuantConfig a, QuantConfig b);
 
 // The description that holds for this module: of the part that names it or one that contains it, or
@@ -95,7 +97,7 @@ const QuantConfig& description_of(const QuantConfig& quant, std::string_view mod
 // linears; null when there is none. Skip lists are not looked at.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 
-// Whether a skip entry names this module or one that contains it.
+// Whether a skip entry names this module or one that contains it, or `only` names neither.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 
 // kUnsupported for a module that an override makes different, kAmbiguousFormat for one that an

@@ -59,6 +59,18 @@ Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   return {};
 }
 
+// GPTQ's list of the linears of a block that are quantised: parts of their names.
+Status read_quantized_modules(const ConfigFields& fields, QuantConfig* quant) {
+  constexpr std::string_view kField = "modules_in_block_to_quantize";
+  MOESAIC_ASSIGN_OR_RETURN(auto names, fields.nested_strings(kField, kMaxSkipEntries));
+  if (!names) return {};
+  const bool empty = std::any_of(names->begin(), names->end(),
+                                 [](const std::string& name) { return name.empty(); });
+  if (empty) return fields.bad_value(kField, quote_name(""), "parts of modules' names");
+  quant->only = std::move(*names);
+  return {};
+}
+
 // "model.layers.0." as people write it for a substring test: parts are compared whole, so the dot
 // says nothing more.
 std::string without_outer_dots(const std::string& entry) {
@@ -119,6 +131,7 @@ Result<QuantConfig> parse_gptq(const ConfigFields& fields) {
   }
   f.zeros_minus_one = !format || *format == "gptq";
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
+  MOESAIC_RETURN_IF_ERROR(read_quantized_modules(fields, &quant));
   const bool listed = !quant.skips.empty();
   MOESAIC_RETURN_IF_ERROR(read_dynamic(fields, &quant));
   if (listed && quant.rule != NameRule::kParts) {
