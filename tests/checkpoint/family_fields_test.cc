@@ -284,8 +284,8 @@ TEST(FamilyRouting, NullIsNoDefault) {
     if (type == "laguna") json["shared_expert_intermediate_size"] = 8;
     EXPECT_TRUE(checkpoint::parse_model_config(json.dump()).ok()) << type;
     json[c.field] = nullptr;
-    EXPECT_EQ(refused(json, StatusCode::kAmbiguousFormat, {c.field, "got null", c.need, c.readings}),
-              "")
+    EXPECT_EQ(
+        refused(json, StatusCode::kAmbiguousFormat, {c.field, "got null", c.need, c.readings}), "")
         << type << ": " << field;
   }
   // The other name says it, or the default changes nothing.

@@ -315,6 +315,14 @@ def layers(c):
     k4("zeros_row_more", replace(".weight_zero_point", "I32", [9, 2]), SHAPE, [UP + ".weight_zero_point", "[9, 2]", "[8, 2]"],
        quant=ct("pack-quantized", ints(symmetric=False)), make=lambda rng, n, x: q.packed(rng, n, x, zeros=True))
     k4("extra_index", add(".weight_g_idx", Tensor("I32", [64], bytes(256))), UNSUPPORTED, ["not recognised", "weight_g_idx"])
+    # A shared expert under the second of its family's names, whose tensors are not called ".weight".
+    rng = random.Random(3)
+    tensors = {P + "gate.weight": tensor("BF16", matrix(rng, "BF16", EXPERTS, 64)), P + "expert_bias": q.floats("F32", [EXPERTS], [0.5] * EXPERTS)}
+    for module in ["experts.%d" % e for e in range(EXPERTS)] + ["shared_experts"]:
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            tensors.update({"%s%s.%s%s" % (P, module, leaf, end): t for end, t in q.packed(rng, 64, 64)[0].items()})
+    config = dict(base(64, 64), model_type="hy_v3", first_k_dense_replace=0, quantization_config=pk)
+    c.folder("packed_shared_second_name", {"config.json": json.dumps(config), "model.safetensors": safetensors(tensors)}, "ok", [], door="layer")
     w4 = ct("int-quantized", ints(group=128), floats8("token", dynamic=True))
     a4 = lambda name, spoil, code, keys, linear={}: layer("w4afp8_" + name, w4, lambda rng, n, x: q.byte_codes(rng, n, x, **linear), spoil, code, keys,
                                                           h=128, i=128)

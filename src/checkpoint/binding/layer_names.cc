@@ -177,12 +177,18 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
   return {};
 }
 
-// Takes the alternative layout when its first projection exists and the usual one's does not.
+// Takes the alternative layout when its first projection exists and the usual one's does not, whatever
+// the format calls its tensors.
 void choose_shared_layout(const ShardSet& shards, LayerSource* source) {
   const Family& family = *source->family;
   source->shared_layout = &family.shared_layout;
   const auto exists = [&](const ExpertLayout& layout) {
-    return layout.present() && shards.find(source->shared_module(layout.gate) + ".weight");
+    if (!layout.present()) return false;
+    const std::string module = source->shared_module(layout.gate) + ".";
+    return !tensors_under(shards, MOESAIC_FAULT(checkpoint_shared_names_of_plain)
+                                      ? module + "weight."
+                                      : module)
+                .empty();
   };
   if (exists(family.shared_alternative) && !exists(family.shared_layout)) {
     source->shared_layout = &family.shared_alternative;
