@@ -275,6 +275,11 @@ def more_families(c):
         random.Random(s), "router.e_score_correction_bias")
     cat_spec = dict(plain, routing="zero_expert", zero_experts=2, scale=6.0, bias=True)
     c.add("longcat", longcat, two(lambda s: cat(s, "per_expert")), cat_spec)
+    no_identity = lambda s: layer(s, "per_expert", "router.classifier.weight", gate_dtype="F32").correction_bias(
+        random.Random(s), "router.e_score_correction_bias")
+    for name, count in (("none", 0), ("null", None)):
+        c.add("longcat_zero_" + name, dict(longcat, zero_expert_num=count), two(no_identity),
+              dict(plain, scale=6.0, bias=True))
     for storage in ("per_expert", "fused_nt"):  # with the rows that transformers gives zero experts
         c.add("longcat_spare_" + storage, longcat, two(lambda s: cat(s, storage).spare(random.Random(s), 2)), cat_spec)
     c.add("nemotron_h", deepseek("nemotron_h", num_hidden_layers=2, hybrid_override_pattern="EE", n_shared_experts=1, mlp_hidden_act="relu2",

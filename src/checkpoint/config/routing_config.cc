@@ -134,7 +134,7 @@ Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
   return {};
 }
 
-// LongCat: experts that return their input.
+// LongCat: experts that return their input. Without them its experts are selected as all others'.
 Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
   constexpr std::int64_t kMaxZeroExperts = 16384;
   constexpr std::int64_t kDefaultZeroExperts = 256;
@@ -147,6 +147,7 @@ Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
   }
   routing->num_zero_experts =
       count.value_or(fields.is_null("zero_expert_num") ? 0 : kDefaultZeroExperts);
+  if (routing->num_zero_experts == 0) routing->method = RoutingMethod::kTopK;
   return {};
 }
 
