@@ -117,7 +117,8 @@ def descriptions(c):
     bad("ct_no_format", without(ct("x", ints()), "format"), CORRUPT, ["format", "missing"])
     for form in ("marlin-24", "sparse-24-bitmask", "dense", "fp4-quantized", "packed", ""):
         bad("ct_format_" + (form or "blank"), ct(form, ints()), UNSUPPORTED, ["format", '"%s"' % form])
-    bad("ct_no_weights", ct("pack-quantized", None), CORRUPT, ["weights", "missing"])
+    bad("ct_no_weights", ct("pack-quantized", None), "ok", [])
+    bad("ct_cache_string", ct("x", None, config_groups={}, kv_cache_scheme="fp8"), CORRUPT, ["kv_cache_scheme", "an object"])
     bad("ct_no_targets", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized"}}), CORRUPT, ["targets", "missing"])
     bad("ct_targets_string", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized", "targets": "Linear"}}), CORRUPT, ["targets"])
     bad("ct_no_bits", ct("pack-quantized", without(ints(), "num_bits")), CORRUPT, ["num_bits", "missing"])
@@ -210,10 +211,26 @@ def layers(c):
     dyn("kept_and_left_out", {"+:.*mlp.*": {}, "-:.*mlp.*": {}}, AMBIGUOUS, ['"+:.*mlp.*"', first, "leaves it out"])
     dyn("elsewhere", {"lm_head": {}, "+:.*lm_head$": {"bits": 8}, ".*attn.*": {"bits": 8}, "experts": {"bits": 8}, "-:.*attn.*": {}}, "ok", [])
     dyn("as_the_rest", {"+:.*experts.*": {"bits": 4, "group_size": 32}, "+:.*up_proj": {}, "+:.*down_proj": None}, "ok", [])
+    # compressed-tensors of other things than these linears: of the cache, of attention, of nothing at all
+    plain = lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},)
+    cache, token = floats8("tensor"), floats8("token", dynamic=True)
+    def beside(name, groups, code, keys, linear=plain, **more):
+        groups = {"g%d" % n: group for n, group in enumerate(groups)}
+        layer("ct_beside_" + name, ct("float-quantized", None, config_groups=groups, **more), linear, lambda t: None, code, keys)
+    group = lambda targets, weights=None, inputs=None: {"targets": targets, "weights": weights, "input_activations": inputs}
+    beside("cache", [], "ok", [], kv_cache_scheme=cache, format="dense")
+    beside("no_targets", [group([])], "ok", [], kv_cache_scheme=cache, format="dense")
+    beside("no_targets_of_weights", [group([], floats8())], "ok", [])
+    beside("nothing", [group(["Linear"])], "ok", [])
+    beside("attention", [group(["re:.*self_attn$"], None, cache)], "ok", [])
+    beside("activations", [group(["Linear"], None, token)], UNSUPPORTED, ["mlp.experts", "activations alone"])
+    beside("activations_left_out", [group(["Linear"], None, token)], "ok", [], ignore=["re:.*experts.*"])
+    beside("attention_and_weights", [group(["re:.*self_attn$"], None, cache), group(["Linear"], floats8(), token)], "ok", [],
+           linear=lambda rng, n, m: q.fp8_channel(rng, n, m))
     # GPTQ of some linears of a block: a list, or lists of those that are quantised together
     some = lambda name, entries, linear, code, keys: layer("gptq_modules_" + name, dict(GPTQ, modules_in_block_to_quantize=entries), linear,
                                                            lambda t: None, code, keys)
-    packed, plain = (lambda rng, n, m: q.gptq(rng, n, m)), (lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},))
+    packed = lambda rng, n, m: q.gptq(rng, n, m)
     attention = [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
     some("attention", attention, plain, "ok", [])
     some("flat", ["self_attn.q_proj"], plain, "ok", [])

@@ -75,6 +75,15 @@ Status check_storage(const LayerSource& source) {
                       is_fused(storage) ? "fused" : "stacked")};
 }
 
+// Activations that are quantised in front of plain weights are no scheme that is computed.
+Status check_activations(const LinearFormat& format, std::string_view module) {
+  if (format.stored != StoredFormat::kPlain || format.activation == ActivationQuant::kNone)
+    return {};
+  return {
+      StatusCode::kUnsupported,
+      fmt::format("quantization_config: {}: got activations alone, need weights as well", module)};
+}
+
 // Reads the block type of every projection of a GGUF file.
 Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& names,
                    LinearFormat* format) {
@@ -234,6 +243,7 @@ Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSo
   MOESAIC_ASSIGN_OR_RETURN(
       source->experts, experts_format(config.quant, source->experts_module(),
                                       source->spec.num_experts, leaves, std::ssize(config.layers)));
+  MOESAIC_RETURN_IF_ERROR(check_activations(source->experts, source->experts_module()));
   choose_missing_mxfp4(shards, source);
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
   MOESAIC_RETURN_IF_ERROR(check_storage(*source));
@@ -250,6 +260,7 @@ Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSo
   if (source->spec.shared.intermediate_size == 0) return {};
   MOESAIC_ASSIGN_OR_RETURN(source->shared, shared_format(config, *source));
   const ExpertLayout& shared = *source->shared_layout;
+  MOESAIC_RETURN_IF_ERROR(check_activations(source->shared, source->shared_module(shared.down)));
   modules.clear();
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;

@@ -241,14 +241,21 @@ Status fp4_format(const ConfigFields& group, const Operand& w, const std::option
   return {};
 }
 
-Result<LinearFormat> group_format(const ConfigFields& group, const std::string& format) {
+// Plain for a group without weights; `activation` then says whether it has activations.
+Result<LinearFormat> group_format(const ConfigFields& group,
+                                  const std::optional<std::string>& stated) {
   MOESAIC_ASSIGN_OR_RETURN(const auto weights, read_operand(group, "weights"));
   MOESAIC_ASSIGN_OR_RETURN(const auto inputs, read_operand(group, "input_activations"));
   LinearFormat f;
   f.names = NameStyle::kCompressed;
   if (!weights) {
-    return Status(StatusCode::kCorruptFile, group.where() + ": weights: missing, need an object");
+    if (inputs) f.activation = ActivationQuant::kDynamic;
+    return f;
   }
+  if (!stated) {
+    return Status(StatusCode::kCorruptFile, group.where() + ": format: missing, need a name");
+  }
+  const std::string& format = *stated;
   const bool naive = format == "naive-quantized";
   Status status;
   if (format == "float-quantized" || (naive && weights->type == "float")) {
@@ -296,7 +303,10 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
   MOESAIC_RETURN_IF_ERROR(refuse_transforms(fields));
   MOESAIC_ASSIGN_OR_RETURN(const auto top_format, fields.string("format"));
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* groups, fields.object("config_groups"));
-  if (groups == nullptr || groups->empty()) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* cache, fields.object("kv_cache_scheme"));
+  const bool none = groups == nullptr || groups->empty();
+  if (none && cache != nullptr) return quant;  // the cache of attention alone is quantised
+  if (none) {
     return Status(StatusCode::kCorruptFile,
                   fields.where() + ": config_groups: missing, need at least one group");
   }
@@ -311,21 +321,21 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
     if (!json.is_object()) return Status(StatusCode::kCorruptFile, where + ": need an object");
     const ConfigFields group(json, where);
     MOESAIC_ASSIGN_OR_RETURN(const auto own_format, group.string("format"));
-    if (!own_format && !top_format) {
-      return Status(StatusCode::kCorruptFile, fields.where() + ": format: missing, need a name");
-    }
     QuantGroup made;
     made.name = name;
     MOESAIC_ASSIGN_OR_RETURN(made.format,
-                             group_format(group, own_format ? *own_format : *top_format));
+                             group_format(group, own_format ? own_format : top_format));
     MOESAIC_ASSIGN_OR_RETURN(auto targets, group.strings("targets", kMaxSkipEntries));
-    if (!targets || targets->empty()) {
+    if (!targets) {
       return Status(StatusCode::kCorruptFile, where + ": targets: missing, need a list of names");
     }
+    const bool weights = made.format.stored != StoredFormat::kPlain;
+    if (targets->empty() || (!weights && made.format.activation == ActivationQuant::kNone))
+      continue;
     made.targets = std::move(*targets);
+    if (weights && quant.linear.stored == StoredFormat::kPlain) quant.linear = made.format;
     quant.groups.push_back(std::move(made));
   }
-  quant.linear = quant.groups.front().format;
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "ignore", true, &quant));
   return quant;
 }

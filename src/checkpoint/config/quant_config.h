@@ -28,7 +28,8 @@ enum class NameRule : std::uint8_t {
   kGlob,  // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
 };
 
-// compressed-tensors: modules of these targets have this format.
+// compressed-tensors: modules of these targets have this format. A plain one that has activations
+// is of activations alone.
 struct QuantGroup {
   std::string name;  // its key in config_groups
   LinearFormat format;
@@ -51,12 +52,12 @@ struct QuantConfig {
   std::vector<std::string> skips;
   // Not empty: modules whose names have none of these in them are left out as well. GPTQ.
   std::vector<std::string> only;
-  // Not empty: these decide instead of `linear`, which is then that of the first group.
+  // Not empty: these decide instead of `linear`, which is then that of the first with weights.
   std::vector<QuantGroup> groups;
   std::vector<QuantOverride> overrides;
   // Modules that have a description of their own; all the above does not concern them.
   std::vector<QuantPart> parts;
-  bool quantized() const { return linear.stored != StoredFormat::kPlain; }
+  bool quantized() const { return linear.stored != StoredFormat::kPlain || !groups.empty(); }
   bool operator==(const QuantConfig&) const = default;
 };
 
