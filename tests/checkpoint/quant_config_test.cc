@@ -51,6 +51,21 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
                        {"f: regular expression", bad == std::string("(a)\\1") ? "(a)" : bad}),
               "");
   }
+  // Python's names for both ends, and a backslash before such a letter.
+  EXPECT_TRUE(matches(R"(.*mlp\.experts\..*\Z)", "model.mlp.experts.0.up_proj"));
+  EXPECT_FALSE(matches(R"(\Amodel\.mlp\Z)", "model.mlp.gate"));
+  EXPECT_TRUE(matches(R"((\Amodel|x)\.mlp\Z)", "model.mlp"));
+  EXPECT_FALSE(matches(R"(a\\Z)", "aZ"));
+  EXPECT_TRUE(matches(R"(a\\Z)", R"(a\Z)"));
+  EXPECT_TRUE(checkpoint::regex_hits(R"(.*gate\Z)", "mlp.gate"));
+  EXPECT_TRUE(matches(R"(\w+\.\d\b\x2Egate)", "layers.3.gate"));
+  for (const char letter : {'G', 'z', 'K', 'c', 'p', 'N', 'E', 'a'}) {
+    const std::string pattern = std::string("mlp\\") + letter;
+    EXPECT_EQ(mismatch(checkpoint::regex_matches("f", pattern, "mlp").status(),
+                       StatusCode::kUnsupported, {"has the escape", pattern.substr(3)}),
+              "");
+    EXPECT_FALSE(checkpoint::regex_hits(pattern, std::string("mlp") + letter));
+  }
   // Exponential for an engine that backtracks.
   EXPECT_FALSE(matches("(a|aa|aaa)*b", std::string(200, 'a')));
 }

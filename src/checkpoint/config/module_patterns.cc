@@ -30,6 +30,40 @@ const auto kSyntax = std::regex_constants::ECMAScript;
 // repeated: at most about 1 MB, and 32 MB of all that are kept.
 constexpr std::uint64_t kMaxStates = 16384, kMaxCachedStates = 32 * kMaxStates;
 
+// Classes of characters and controls, which mean the same in Python and in ECMAScript, and numbers.
+constexpr std::string_view kLetterEscapes = "dDwWsSbBnrtfvxu0123456789";
+
+bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
+
+// The first letter behind a backslash that ECMAScript takes for itself, or for something else than
+// Python does; 0: none. Python's ends of the name have other spellings there: see as_ecmascript.
+char foreign_escape(std::string_view pattern) {
+  for (std::size_t i = 0; i + 1 < pattern.size(); ++i) {
+    if (pattern[i] != '\\') continue;
+    const char c = pattern[++i];
+    if (is_word(c) && c != 'A' && c != 'Z' && kLetterEscapes.find(c) == kLetterEscapes.npos)
+      return c;
+  }
+  return 0;
+}
+
+// The pattern with ^ and $ for Python's \A and \Z: names have no lines.
+std::string as_ecmascript(std::string_view pattern) {
+  std::string text;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    const bool escape = pattern[i] == '\\' && i + 1 < pattern.size();
+    const bool end = escape && (pattern[i + 1] == 'A' || pattern[i + 1] == 'Z') &&
+                     !MOESAIC_FAULT(checkpoint_python_ends_are_letters);
+    if (end) {
+      text += pattern[++i] == 'A' ? '^' : '$';
+      continue;
+    }
+    text += pattern[i];
+    if (escape) text += pattern[++i];
+  }
+  return text;
+}
+
 // Compiled patterns: the same ones are asked about thousands of modules. No regex: malformed.
 struct Compiled {
   std::optional<std::regex> regex;
@@ -44,10 +78,10 @@ std::shared_ptr<const Compiled> compiled(const std::string& pattern) {
   if (it != cache.end()) return it->second;
   auto made = std::make_shared<Compiled>();
   try {
-    made->regex.emplace(pattern, kSyntax);
+    made->regex.emplace(as_ecmascript(pattern), kSyntax);
   } catch (const std::regex_error&) {
   }
-  made->texts = texts_of_regex(pattern);
+  made->texts = texts_of_regex(as_ecmascript(pattern));
   const std::uint64_t states = regex_states(pattern);
   if (cached_states + states > kMaxCachedStates) {
     cache.clear();
@@ -173,6 +207,9 @@ Result<bool> regex_matches(std::string_view field, const std::string& pattern,
         fmt::format("repeats too much, need at most {} for its bytes times its counts "
                     "in braces",
                     kMaxStates));
+  }
+  if (const char letter = foreign_escape(pattern); letter != 0) {
+    return refuse(fmt::format("has the escape \\{}, which is not supported", letter));
   }
   const std::shared_ptr<const Compiled> made = compiled(pattern);
   if (!made->regex) return refuse("is malformed or not supported");

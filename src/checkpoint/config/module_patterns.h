@@ -13,9 +13,10 @@ namespace moesaic::checkpoint {
 inline constexpr std::size_t kMaxPatternBytes = 512;
 
 // Whether the regular expression matches the name from its start (not necessarily to its end), as
-// Python's re.match, in the syntax that both languages share: no back-references or look-behind.
-// kUnsupported for a pattern that is too long, repeats too much (the compiled form is bounded too),
-// malformed or too complex. `field` begins the message.
+// Python's re.match, in the syntax that both languages share and with \A and \Z: no back-references
+// or look-behind. kUnsupported for an escape that means something else or nothing (\G, \c), and for a
+// pattern that is too long, repeats too much (the compiled form is bounded too), malformed or too
+// complex. `field` begins the message.
 Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                            std::string_view name);
 
