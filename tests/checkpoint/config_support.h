@@ -66,6 +66,12 @@ inline Json small(const char* model_type, const Json& more) {
               more);
 }
 
+// What Kimi-Linear has to say, as published.
+inline Json kimi_numbers() {
+  return {
+      {"first_k_dense_replace", 1}, {"num_shared_experts", 1}, {"routed_scaling_factor", 2.446}};
+}
+
 // The smallest DeepSeek-V4.
 inline Json v4() {
   return small("deepseek_v4", {{"moe_intermediate_size", 8}, {"vocab_size", 11}});

@@ -121,8 +121,20 @@ TEST(Rows2026, NamesAndDefaultsOfTheOthers) {
           StatusCode::kInvalidArgument, {"moe_layer_freq", "2 entries", "4"}),
       "");
 
-  const Json kimi = small("kimi_linear", {{"moe_intermediate_size", 8}});
+  // As published.
+  const Json kimi = with(small("kimi_linear", {{"moe_intermediate_size", 8}}), kimi_numbers());
   EXPECT_EQ(layers_of(kimi), (std::vector<int>{1, 2, 3}));
+  for (const auto& [field, reading] :
+       {std::pair{"first_k_dense_replace", "all but the first"},
+        std::pair{"num_shared_experts", "has one"}, std::pair{"routed_scaling_factor", "2.446"}}) {
+    EXPECT_EQ(mismatch(checkpoint::parse_model_config(without(kimi, {field}).dump()).status(),
+                       StatusCode::kAmbiguousFormat,
+                       {field, "missing", "a number", "the model's own code", reading}),
+              "");
+  }
+  EXPECT_EQ(layers_of(with(without(kimi, {"first_k_dense_replace"}),
+                           {{"mlp_layer_types", {"sparse", "dense", "dense", "sparse"}}})),
+            (std::vector<int>{0, 3}));
   for (const char* groups : {"num_expert_group", "n_group"}) {
     const RoutingSpec routing = first_layer(with(kimi, {{groups, 2}, {"topk_group", 1}})).routing;
     EXPECT_EQ(routing.num_expert_group, 2) << groups;
@@ -172,6 +184,7 @@ TEST(Rows2026, OtherConstantsAreRefusedByName) {
   };
   for (const Case& c : cases) {
     Json base = small(c.family, {{"moe_intermediate_size", 8}, {"vocab_size", 11}});
+    if (base["model_type"] == "kimi_linear") base.update(kimi_numbers());
     if (base["model_type"] == "step3p5") {
       base.update({{"share_expert_dim", 8}, {"moe_layers_enum", "0,1,2,3"}});
     }

@@ -129,6 +129,7 @@ ROWS += [
 
 V4 = {"layer_types": ["sliding_attention"] * 2, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "swiglu_limit": 0.7}
 STEP = {"share_expert_dim": 40, "moe_router_scaling_factor": 1.5}
+KIMI = {"routed_scaling_factor": 2.446, "first_k_dense_replace": 1}
 GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "rms_norm_eps": 0.25}
 
 
@@ -145,8 +146,8 @@ ROWS += [
     Row("deepseek_v4_sigmoid", "deepseek_v4", {"mlp_layer_types": ["moe"] * 2, "scoring_func": "sigmoid", **V4}),
     Row("mistral4", fields={"n_shared_experts": 2, "norm_topk_prob": False}),
     Row("mistral4_groups", "mistral4", groups(n_shared_experts=1, routed_scaling_factor=2.5)),
-    Row("kimi_linear", fields={"n_shared_experts": 2}),
-    Row("kimi_linear_groups", "kimi_linear", groups(n_shared_experts=1, moe_renormalize=False)),
+    Row("kimi_linear", fields=dict(KIMI, n_shared_experts=2)),
+    Row("kimi_linear_groups", "kimi_linear", groups(n_shared_experts=1, moe_renormalize=False, **KIMI)),
     Row("mimo_v2_flash", fields={"routed_scaling_factor": 2.5}),
     Row("mimo_v2_flash_groups", "mimo_v2_flash", groups(norm_topk_prob=False)),
     Row("hy_v4", fields={"n_shared_experts": 2, "swiglu_limit": 0.7}),

@@ -15,7 +15,9 @@ namespace {
 using Words = std::initializer_list<std::string>;
 
 Json sized(const char* model_type, const Json& more = Json::object()) {
-  return with(small(model_type, {{"moe_intermediate_size", 8}}), more);
+  Json json = small(model_type, {{"moe_intermediate_size", 8}});
+  if (json["model_type"] == "kimi_linear") json.update(kimi_numbers());
+  return with(std::move(json), more);
 }
 
 std::string refused(const Json& json, StatusCode code, Words words) {
@@ -132,7 +134,9 @@ TEST(FamilyShared, UnsaidCountsAreAmbiguous) {
 
 TEST(FamilyShared, OtherNamesAndWidths) {
   for (const char* type : {"kimi_linear", "bailing_hybrid", "sarvam_mla", "sarvam_moe"}) {
-    const Json json = sized(type, {{"n_group", 1}, {"topk_group", 1}, {"num_hidden_layers", 4}});
+    const Json json =
+        without(sized(type, {{"n_group", 1}, {"topk_group", 1}, {"num_hidden_layers", 4}}),
+                {"num_shared_experts"});
     for (const char* field : {"n_shared_experts", "num_shared_experts"}) {
       EXPECT_EQ(first_layer(with(json, {{field, 3}})).shared.intermediate_size, 24) << type;
       EXPECT_EQ(first_layer(with(json, {{field, nullptr}})).shared.intermediate_size, 0) << type;

@@ -414,7 +414,8 @@ def families_of_2026(c):
     c.add("mistral4", {"model_type": "mistral3", "text_config": mistral}, two(lambda s: layer(s, "fused_nt", s=16)),
           dict(plain, routing="grouped_topk", scoring="softmax", groups=[2, 1], bias=False, shared=16, best_two=True),
           prefix="language_model.model.layers.%d.mlp", common="language_model.model.")
-    kimi = qwen3(model_type="kimi_linear", first_k_dense_replace=0, num_expert_group=2, topk_group=1, moe_renormalize=True, num_shared_experts=2)
+    kimi = qwen3(model_type="kimi_linear", first_k_dense_replace=0, num_expert_group=2, topk_group=1, moe_renormalize=True, num_shared_experts=2,
+                 routed_scaling_factor=2.446)
     c.add("kimi_linear", kimi, two(lambda s: layer(s, "w123", "gate.e_score_correction_bias", s=16)),
           dict(plain, routing="grouped_topk", groups=[2, 1], scale=2.446, shared=16), bsm)
     mimo = deepseek("mimo_v2_flash", num_hidden_layers=2, n_shared_experts=None, moe_layer_freq=[1, 1], routed_scaling_factor=None)

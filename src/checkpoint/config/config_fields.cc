@@ -50,6 +50,12 @@ Status ConfigFields::refuse_null(Names names, std::string_view need, std::string
   return {};
 }
 
+Status ConfigFields::refuse_unsaid(std::string_view name, std::string_view readings) const {
+  return {StatusCode::kAmbiguousFormat,
+          fmt::format("{}: {}: missing, need a number, since implementations disagree: {}", where_,
+                      name, readings)};
+}
+
 bool ConfigFields::is_list(std::string_view name) const {
   const nlohmann::json* value = find(name);
   return value != nullptr && value->is_array();

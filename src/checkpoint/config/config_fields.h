@@ -69,6 +69,9 @@ class ConfigFields {
   // family's default: "config.json: n_group: got null, need a number: none, or the default of 8?".
   Status refuse_null(Names names, std::string_view need, std::string_view none,
                      std::string_view family_default) const;
+  // kAmbiguousFormat for a number that is not there, whose absence implementations read in several
+  // ways.
+  Status refuse_unsaid(std::string_view name, std::string_view readings) const;
   bool is_list(std::string_view name) const;
 
   // The first member of `values` that this object does not have as well: "bits: got 8, need 4";

@@ -150,6 +150,8 @@ struct RoutingRule {
   ScaleRule scale = ScaleRule::kNone;
   std::string_view scale_field = "routed_scaling_factor";
   double default_scale = 1.0;
+  // Not empty: implementations disagree about a file without the scale, and this is how.
+  std::string_view scale_unsaid;
   bool weight_on_input = false;  // the routing weight multiplies the expert's input
 };
 
@@ -178,9 +180,10 @@ struct Family {
   LayerRule layer_rule = LayerRule::kEvery;
   std::int64_t default_first_dense = 0;  // kSparseStep, kFirstDense, kEnumerated, kListed
   NameList<2> first_dense_fields = {"first_k_dense_replace"};
-  bool has_layer_types = false;      // mlp_layer_types: "sparse" or "dense" for each layer
-  bool has_frequency_list = false;   // moe_layer_freq may be a list of 0 and 1 (kFirstDense)
-  std::string_view moe_flags_field;  // a list of booleans, one per layer; empty: no such field
+  std::string_view first_dense_unsaid;  // as RoutingRule::scale_unsaid
+  bool has_layer_types = false;         // mlp_layer_types: "sparse" or "dense" for each layer
+  bool has_frequency_list = false;      // moe_layer_freq may be a list of 0 and 1 (kFirstDense)
+  std::string_view moe_flags_field;     // a list of booleans, one per layer; empty: no such field
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
   std::string_view shared_width_field = "shared_expert_intermediate_size";

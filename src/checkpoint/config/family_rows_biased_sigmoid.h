@@ -233,8 +233,12 @@ constexpr Family kimi_linear() {
   f.routing.renorm_alias = "norm_topk_prob";
   f.routing.group_fields = {"num_expert_group", "n_group"};
   f.routing.default_scale = 2.446;
+  f.routing.scale_unsaid = "the model's own code scales by 1, transformers by 2.446";
+  f.first_dense_unsaid =
+      "by the model's own code all layers have experts, by transformers all but the first";
   f.shared_count_field = "num_shared_experts";
   f.shared_count_alias = "n_shared_experts";
+  f.shared_unsaid = "the model's own code then has no shared expert, transformers has one";
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp")};
   f.assumed.add({{"moe_router_activation_func", "\"sigmoid\""},
                  {"use_grouped_topk", "true"},

@@ -105,6 +105,9 @@ Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const F
   if (!first && family.default_first_dense != 0) {
     MOESAIC_RETURN_IF_ERROR(fields.refuse_null(family.first_dense_fields.list(), "a number", "none",
                                                fmt::to_string(family.default_first_dense)));
+    if (!family.first_dense_unsaid.empty()) {
+      return fields.refuse_unsaid(family.first_dense_fields.names[0], family.first_dense_unsaid);
+    }
   }
   LayerList flags;
   std::int64_t every = 1;

@@ -109,6 +109,9 @@ Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule) {
   if (!stated && rule.default_scale != 1.0) {
     MOESAIC_RETURN_IF_ERROR(fields.refuse_null(std::span(&rule.scale_field, 1), "a number", "none",
                                                fmt::to_string(rule.default_scale)));
+    if (!rule.scale_unsaid.empty()) {
+      return fields.refuse_unsaid(rule.scale_field, rule.scale_unsaid);
+    }
   }
   const double scale = stated.value_or(rule.default_scale);
   if (!(scale > 0)) return fields.bad_value(rule.scale_field, fmt::to_string(scale), "> 0");
