@@ -95,12 +95,15 @@ class Checkpoint {
   // Loads the router's tensors and makes the sources of the experts, which stay valid after this
   // object is gone. Before anything is read every expected tensor is checked: kMissingTensor names
   // up to 8 and the incomplete experts, kInvalidShape and kInvalidDType name tensor, found and
-  // needed (exact shapes, one dtype for all experts), kCorruptFile names unrecognised tensors in
-  // the block, kAmbiguousFormat a layer that is stored twice. kInvalidArgument: intermediate_size
-  // does not divide by tp_size, or into whole FP8 blocks (MXFP4 need not: every rank has rows for
+  // needed (exact shapes; plain weights of several types become F32). kUnsupported names
+  // unrecognised tensors in the block and in a shared expert beside it, kCorruptFile where they
+  // contradict the configuration or each other (an expert too many, a weight under two spellings),
+  // kAmbiguousFormat a layer that is stored twice. kInvalidArgument: intermediate_size does not
+  // divide by tp_size, or into whole FP8 blocks (MXFP4 need not: every rank has rows for
   // ceil(I / 32 / tp_size) groups of 32, the last ranks fewer groups or none and zeros instead).
   // Values are checked as they are read: kCorruptFile for FP8 NaN codes and for scales that are not
-  // finite and > 0.
+  // finite and > 0. Scales of integer groups may be negative (kUnsupported with FP8 activations),
+  // those of blocks, rows and groups 0 where all of their weights are.
   // Experts follow `parallel`: tensor-parallel slices of I (w2_bias on rank 0, zeros elsewhere) or
   // this rank's share of the experts. The router is whole on every rank, and so is the shared expert,
   // unless cut_shared says that it is cut as RankOptions::cut_shared has it.
