@@ -77,7 +77,7 @@ struct MoeLayerSpec {
   ActivationSpec activation;
   SharedExpertSpec shared;
   Scheme quant;  // of the routed experts, as stored
-  // What the checkpoint says of activation scales and is computed otherwise, in words; empty:
+  // What the checkpoint says of quantisation and is read or computed otherwise, in words; empty:
   // nothing.
   std::string quant_note;
   // Dtype of hidden states and of the layer's intermediate roundings.

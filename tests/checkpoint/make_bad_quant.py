@@ -227,6 +227,16 @@ def layers(c):
     beside("activations_left_out", [group(["Linear"], None, token)], "ok", [], ignore=["re:.*experts.*"])
     beside("attention_and_weights", [group(["re:.*self_attn$"], None, cache), group(["Linear"], floats8(), token)], "ok", [],
            linear=lambda rng, n, m: q.fp8_channel(rng, n, m))
+    # Plain experts of a model whose linears are quantised: held in one tensor, they were none
+    one = lambda t: t.update({UP + ".weight": Tensor("F8_E4M3", [64, 64], bytes(4096))})
+    channels = ct("float-quantized", floats8(), token)
+    for name, quant in (("bnb4", BNB), ("bnb8", {"quant_method": "bitsandbytes", "load_in_8bit": True}), ("ct", channels)):
+        layer("plain_experts_" + name, quant, plain, lambda t: None, "ok", [])
+    layer("plain_experts_but_one", channels, plain, one, MISSING, ["weight_scale"])
+    layer("plain_experts_one_scale", channels, plain, add(".weight_scale", Tensor("F32", [64, 1], bytes(256))), MISSING, ["gate_proj.weight_scale"])
+    layer("plain_experts_state", BNB, plain, add(".weight.absmax", Tensor("F32", [64], bytes(256))), MISSING, [".weight.absmax"])
+    layer("plain_experts_one_missing", channels, plain, pop(".weight"), MISSING, [UP + ".weight", "1 of 7"])
+    layer("plain_experts_awq", AWQ, plain, lambda t: None, UNSUPPORTED, ["qweight", "not recognised"])
     # GPTQ of some linears of a block: a list, or lists of those that are quantised together
     some = lambda name, entries, linear, code, keys: layer("gptq_modules_" + name, dict(GPTQ, modules_in_block_to_quantize=entries), linear,
                                                            lambda t: None, code, keys)
@@ -393,7 +403,8 @@ def layers(c):
     gp("words_of_other_width", lambda t: None, SHAPE, ["qweight", "[8, 64]", "[16, 64]"], quant=dict(GPTQ, bits=8))
     dummy = lambda rng, n, m: ({".weight": Tensor("BF16", [n, m], bytes(2 * n * m))}, None)
     layer("gptqt_width_not_words", GPTQ, dummy, lambda t: None, UNSUPPORTED, ["60 columns", "8"], i=60)
-    layer("packed_width_not_groups", pk, dummy, lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
+    words = lambda rng, n, m: ({".weight_packed": Tensor("I32", [n, m // 8], bytes(4 * n * (m // 8)))}, None)
+    layer("packed_width_not_groups", pk, words, lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
     layer("awqt_rows_not_words", AWQ, dummy, lambda t: None, UNSUPPORTED, ["rows", "8"], i=36)
     layer("awqt_columns_not_groups", AWQ, dummy, lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
     layer("nvfp4_width_24", OPT, dummy, lambda t: None, UNSUPPORTED, ["24 columns", "16"], i=24)
@@ -559,6 +570,23 @@ def stacked(c):
     e("scale_row_major", shape("gate_up_proj_weight_scale", [2, 128, 4]), SHAPE, ["gate_up_proj_weight_scale", "[2, 128, 4]", "[2, 4, 128]"])
     e("scale_nan", poke("gate_up_proj_weight_scale", 4 * 128 + 9, b"\xff"), CORRUPT, ["gate_up_proj_weight_scale", "expert 1"])
     e("mxfp8", good, UNSUPPORTED, ["mxfp8", "Llama 4", "fused", "axis"], dict(OPT, quant_algo="MXFP8"), lambda rng, n, k: q.mxfp8(rng, n, k))
+
+    # Plain experts of a model whose linears are quantised, which they are none of
+    plain = lambda rng, n, k: ({".weight": tensor("BF16", matrix(rng, "BF16", n, k))},)
+    p = lambda name, quant, code, keys, spoil=good, make=plain, **k: layer("plain_" + name, quant, make, spoil, code, keys, **k)
+    by_name = ct("float-quantized", None, config_groups={"g": {"targets": ["re:.*experts.*"], "weights": floats8()}})
+    put = lambda name, x: lambda t, prefix: t.update({prefix + name: x})
+    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    p("bnb4", BNB, "ok", [])
+    p("bnb8", dict(eight, llm_int8_skip_modules=None), "ok", [])
+    p("bnb_transposed", dict(BNB, llm_int8_skip_modules=["shared_expert"]), "ok", [], family="llama4_text", transpose=True)
+    p("class", rows, "ok", [])
+    p("packed", ct("pack-quantized", ints()), "ok", [])
+    p("by_name", by_name, MISSING, ["gate_up_proj_weight_scale"])
+    p("fp8", {"quant_method": "fp8"}, MISSING, ["gate_up_proj_scale_inv"])
+    p("one_scale", rows, MISSING, ["gate_up_proj_weight_scale"], put("down_proj_weight_scale", Tensor("F32", [2, 64, 1], bytes(512))))
+    p("state", BNB, UNSUPPORTED, ["bitsandbytes", "fused"], put("down_proj.absmax", Tensor("F32", [2], bytes(8))))
+    p("half", rows, MISSING, ["gate_up_proj_weight_scale", "down_proj_weight_scale"], lambda t, prefix: t.update({prefix + "down_proj": Tensor("F8_E4M3", [2, 64, 64], bytes(8192))}))
 
 
 def gguf(c):

@@ -408,6 +408,45 @@ TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
             "");
 }
 
+// Experts in one tensor are no linears: plain ones stay so, in whichever order they come.
+TEST(WeightLoaderRules, PlainExpertsOfQuantisedLinearsAreReadAsTheyAre) {
+  const Tensor gate = Tensor::zeros(DType::kBF16, {kExperts, kHidden}).value();
+  const Tensor down = Tensor::zeros(DType::kBF16, {kExperts, kHidden, kWidth}).value();
+  const Tensor both = Tensor::zeros(DType::kBF16, {kExperts, 2 * kWidth, kHidden}).value();
+  const std::string block = "model.layers.0.mlp.";
+  const nlohmann::json token = {
+      {"num_bits", 8}, {"type", "float"}, {"strategy", "token"}, {"dynamic", true}};
+  const nlohmann::json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", "channel"}};
+  const nlohmann::json group = {
+      {"targets", {"Linear"}}, {"weights", weights}, {"input_activations", token}};
+  for (const nlohmann::json& quant :
+       {nlohmann::json{{"quant_method", "bitsandbytes"}, {"load_in_8bit", true}},
+        nlohmann::json{{"quant_method", "compressed-tensors"},
+                       {"format", "float-quantized"},
+                       {"config_groups", {{"g", group}}}}}) {
+    const nlohmann::json config = {{"model_type", "qwen3_moe"},       {"hidden_size", kHidden},
+                                   {"moe_intermediate_size", kWidth}, {"num_hidden_layers", 1},
+                                   {"num_experts", kExperts},         {"num_experts_per_tok", 2},
+                                   {"quantization_config", quant}};
+    const std::vector<std::pair<std::string, const Tensor*>> all = {
+        {block + "gate.weight", &gate},
+        {block + "experts.down_proj", &down},
+        {block + "experts.gate_up_proj", &both}};
+    for (std::size_t first = 0; first < all.size(); ++first) {
+      WeightLoader loader = WeightLoader::from_config(config.dump(), 0, {}).value();
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const auto& [name, tensor] = all[(first + i) % all.size()];
+        const Result<bool> kept = loader.load(name, tensor->view());
+        ASSERT_TRUE(kept.ok() && *kept) << name << kept.status().to_string();
+      }
+      const Result<MoeLayerWeights> got = loader.finish();
+      ASSERT_TRUE(got.ok()) << got.status().to_string();
+      EXPECT_EQ(got->spec.quant.name, "bf16");
+      EXPECT_NE(got->spec.quant_note.find("are plain"), std::string::npos);
+    }
+  }
+}
+
 // --- numbers that all ranks must agree about ---
 
 // FP8 with a scale per tensor and static activations.

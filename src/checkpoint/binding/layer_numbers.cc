@@ -84,6 +84,47 @@ Status check_activations(const LinearFormat& format, std::string_view module) {
       fmt::format("quantization_config: {}: got activations alone, need weights as well", module)};
 }
 
+// Whether the configuration's word for linears is not meant for these experts: all that is there of
+// them are plain weights. In memory they lay in tensors of all, whose modules are no linears;
+// transformers saves them like that or one by one.
+bool lie_plain(const ModelConfig& config, const ShardSet& shards, const LayerSource& source) {
+  const ExpertLayout& layout = *source.layout;
+  const std::array modules = {layout.gate, layout.up, layout.down};
+  const std::string one =
+      fmt::format("{}.0.{}", source.experts_module(), projection_leaves(layout).front());
+  if (source.experts.stored == StoredFormat::kPlain ||
+      (!is_quantised_as_linear(config.quant, one) && !MOESAIC_FAULT(checkpoint_any_plain_stays))) {
+    return false;
+  }
+  constexpr DTypeSet kPlain = {DType::kBF16, DType::kF16, DType::kF32};
+  const std::string block = source.spec.prefix + ".";
+  bool any = false;
+  const auto known = [&](const TensorInfo& tensor) {
+    const std::string_view name = std::string_view{tensor.name}.substr(block.size());
+    if (name == source.correction_bias) return true;
+    return std::any_of(modules.begin(), modules.end(), [&](std::string_view module) {
+      if (module.empty()) return false;
+      if (!layout.bias_suffix.empty() && name == std::string(module).append(layout.bias_suffix)) {
+        return true;
+      }
+      const std::string_view suffix = source.weight_suffix;
+      const bool weight = name.ends_with(suffix) && kPlain.contains(tensor.dtype) &&
+                          matches_pattern(module, name.substr(0, name.size() - suffix.size()));
+      any = any || weight;
+      return weight;
+    });
+  };
+  for (const std::string_view module : modules) {
+    if (module.empty()) continue;
+    const auto tensors =
+        tensors_under(shards, block + std::string(module.substr(0, module.find("{e}"))));
+    for (const ShardSet::Located& tensor : tensors) {
+      if (!known(*tensor.info)) return false;
+    }
+  }
+  return any;
+}
+
 // Reads the block type of every projection of a GGUF file.
 Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& names,
                    LinearFormat* format) {
@@ -243,6 +284,8 @@ Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSo
   MOESAIC_ASSIGN_OR_RETURN(
       source->experts, experts_format(config.quant, source->experts_module(),
                                       source->spec.num_experts, leaves, std::ssize(config.layers)));
+  source->left_plain = lie_plain(config, shards, *source);
+  if (source->left_plain) source->experts = LinearFormat{};
   MOESAIC_RETURN_IF_ERROR(check_activations(source->experts, source->experts_module()));
   choose_missing_mxfp4(shards, source);
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));

@@ -37,6 +37,8 @@ struct LayerSource {
   // Weights of single experts whose FP8 scales lie in one tensor of all, as transformers saves
   // them.
   bool scales_stacked = false;
+  // Experts that were no linears, which the configuration has quantised: they are plain.
+  bool left_plain = false;
 
   bool has_shared() const { return spec.shared.intermediate_size > 0; }
   // Full name of a module of the shared expert.

@@ -216,6 +216,17 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
   return nullptr;
 }
 
+bool is_quantised_as_linear(const QuantConfig& whole, std::string_view module) {
+  const QuantConfig& quant = description_of(whole, module);
+  const StoredFormat stored = quant.linear.stored;
+  if (quant.groups.empty()) return stored == StoredFormat::kBnb4 || stored == StoredFormat::kBnb8;
+  const QuantGroup* group = group_of(quant, module);
+  return group != nullptr &&
+         std::none_of(group->targets.begin(), group->targets.end(), [&](const std::string& target) {
+           return target != "Linear" && entry_matches(quant.rule, target, module);
+         });
+}
+
 Status check_overrides(const QuantConfig& whole, std::string_view module) {
   const QuantConfig& quant = description_of(whole, module);
   for (const QuantOverride& entry : quant.overrides) {

@@ -98,6 +98,10 @@ const QuantConfig& description_of(const QuantConfig& quant, std::string_view mod
 // linears; null when there is none. Skip lists are not looked at.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 
+// Whether the module is quantised for being a linear and for nothing else: all are (bitsandbytes), or
+// the class is the target that it has.
+bool is_quantised_as_linear(const QuantConfig& quant, std::string_view module);
+
 // Whether a skip entry names this module or one that contains it, or `only` names neither.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 

@@ -19,6 +19,10 @@ constexpr std::string_view kBatchScaleNote =
     "token "
     "is computed, because a row's result must not depend on the rows beside it";
 
+constexpr std::string_view kLeftPlainNote =
+    "quantization_config quantises linears, but the experts' weights are plain and read as they "
+    "are";
+
 // How far input scales of gate and up may be apart where they must agree.
 constexpr float kSameInputScale = 1e-5F;
 
@@ -133,6 +137,7 @@ Status note_input_scales(InputScaleRule rule, BoundLayer* layer) {
     MOESAIC_RETURN_IF_ERROR(note({layer->shared}, source.shared, 1));
   // What routed and shared experts have in common is said once.
   notes.erase(std::unique(notes.begin(), notes.end()), notes.end());
+  if (source.left_plain) notes.emplace_back(kLeftPlainNote);
   layer->source.spec.quant_note = fmt::format("{}", fmt::join(notes, "; "));
   return {};
 }

@@ -35,8 +35,9 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
                                       const LinearFormat& format, std::int64_t num_experts,
                                       InputScaleRule rule);
 
-// MoeLayerSpec::quant_note of a layer: input scales that were merged, and scales that are asked for
-// per batch and computed per token. Of routed and shared experts. Errors as read_input_scales.
+// MoeLayerSpec::quant_note of a layer: input scales that were merged, scales that are asked for per
+// batch and computed per token, and experts that are plain although linears are quantised. Of routed
+// and shared experts. Errors as read_input_scales.
 Status note_input_scales(InputScaleRule rule, BoundLayer* layer);
 
 }  // namespace moesaic::checkpoint
