@@ -13,6 +13,7 @@
 #include "moesaic/fused_moe.h"
 #include "numerics/float_codec.h"
 #include "support/cuda_device.h"
+#include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
 
@@ -195,6 +196,44 @@ TEST(CudaLayer, SaysOfRowsWhatTheCpuSays) {
         EXPECT_EQ(of_gpu.saturated, 0);
         EXPECT_NEAR(static_cast<double>(of_gpu.outside), static_cast<double>(of_cpu.outside), 4.0);
       }
+    }
+  }
+}
+
+// What a static scale cuts off is not in the workspace any more: it counts all the same.
+TEST(CudaLayer, ValuesBeyondAStaticScaleAreSaid) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"fp8-static", "int4-fp8-static", "nvfp4"}) {
+    for (const ActivationKind kind : {ActivationKind::kSilu, ActivationKind::kRelu2NoMul}) {
+      MoeLayerSpec spec = test::small_spec();
+      spec.hidden_size = 256;
+      spec.intermediate_size = 512;
+      spec.activation.kind = kind;
+      spec.quant = test::scheme_called(quant);
+      const LayerTensors t = make_tensors(41, spec);
+      const FusedMoE gpu = make_layer(t, on_gpu(64));
+      const FusedMoE cpu = make_layer(t, FusedMoE::Options());
+      SCOPED_TRACE(testing::Message() << quant << ' ' << activation_name(kind));
+      const Tensor x = test::random_hidden(42, 70, spec.hidden_size);
+      for (std::int64_t i = 0; i < x.bytes() / 2; ++i) {  // twice what scales were made for
+        const float v = f32_from_bf16(x.as<std::uint16_t>()[i]);
+        const_cast<std::uint16_t*>(x.as<std::uint16_t>())[i] = bf16_from_f32(2 * v);
+      }
+      std::vector<RowNumerics> got(70), want(70);
+      FusedMoE::Trace trace;
+      Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+      trace.numerics = want;
+      ASSERT_TRUE(cpu.forward(x.view(), y.view(), trace).ok());
+      trace.numerics = got;
+      ASSERT_TRUE(gpu.forward(x.view(), y.view(), trace).ok());
+      const NumericsSummary of_gpu = summarize(got), of_cpu = summarize(want);
+      EXPECT_GE(of_gpu.saturated, of_cpu.saturated);
+      EXPECT_GE(of_gpu.error_estimate(), 0.5 * of_cpu.error_estimate());
+      const auto off =
+          test::compare(test::to_doubles(y.view()), test::layer_oracle(t, x, run_layer(gpu, x)));
+      EXPECT_LE(off.rel_l2,
+                1.1 * computed_bound(gpu.quant().output_bound, gpu.activation_bound(), of_gpu))
+          << off.describe;
     }
   }
 }

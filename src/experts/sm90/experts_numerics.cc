@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "cuda/device_memory.h"
 #include "cuda/group_values.h"
@@ -26,6 +27,9 @@ double step_at(double value, int mantissa, double normal) {
   if (std::abs(value) <= normal) return std::ldexp(normal, -mantissa);
   return std::ldexp(1.0, std::ilogb(value) - mantissa);
 }
+
+// Of values in NVFP4 groups, without the static scale: an e2m1 code times an e4m3 scale.
+constexpr double kNv4Largest = 6.0 * 448.0;
 
 // How far e2m1 codes may lie from what they were made of.
 constexpr double kCodeTolerance = 0.2;
@@ -57,12 +61,21 @@ experts::RowError of_codes(const Clamped& clamped, const std::uint8_t* codes, st
   return sums;
 }
 
-// Codes of a row with a static scale: how far beyond it the values were is not known.
+// What a value at the end of a static scale's range may be off by: how far beyond it lay is gone with it.
+// As much as is left of it, which is what clipping costs where it costs something (relu2 of normal sums:
+// 0.36 of an output, estimated 0.06 without).
+double clipped(double value) {
+  return MOESAIC_FAULT(cuda_numerics_clip_for_nothing) ? 0.0 : value * value;
+}
+
+// Codes of a row with a static scale.
 experts::RowError of_static_codes(const Clamped& clamped, const std::uint8_t* codes, std::int64_t n,
                                   float scale) {
   experts::RowError sums = of_codes(clamped, codes, n, scale, 0.0F);
   for (std::int64_t i = 0; i < n; ++i) {
-    sums.saturated = sums.saturated || (codes[i] & 0x7F) == 0x7E;
+    if ((codes[i] & 0x7F) != 0x7E) continue;
+    sums.saturated = true;
+    sums.error += clipped(448.0 * static_cast<double>(scale));
   }
   return sums;
 }
@@ -93,6 +106,9 @@ experts::RowError of_values(const Clamped& clamped, RowForm form, const std::uin
       sums.size += value * value * unit * unit;
       sums.clamped += clamped.contains(value * unit) ? 1 : 0;
       sums.error += rounding_variance(step) * unit * unit;
+      if (form != RowForm::kNv4Values || std::abs(value) < kNv4Largest) continue;
+      sums.saturated = true;
+      sums.error += clipped(value * unit);
     }
   }
   return sums;
