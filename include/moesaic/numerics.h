@@ -81,8 +81,9 @@ double with_output_rounding(double bound, DType output);
 // A bound of the relative L2 error made for one call from what its rows show.
 //   bound       Scheme::output_bound of the layer (weights that were converted included)
 //   activation  activation_bound of it
-// The documented one while the estimate is within it (of fewer than 16 rows, which scatter, 1.3 times
-// the estimate), else the estimate with a margin of half, and the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
+// The documented one, or 1.15 times the estimate where that is more, while the estimate is within it
+// (of fewer than 16 rows, which scatter, 1.3 times the estimate); else the estimate with a margin of
+// half; the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
 // there is none: infinity.
 double computed_bound(double bound, double activation, const NumericsSummary& summary);
 inline constexpr double kLargestUsefulBound = 0.5;

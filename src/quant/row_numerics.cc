@@ -18,6 +18,9 @@ constexpr double kInt8Growth = 0.173;
 // An estimate above its scheme's bound was made for rows unlike those that the gains of numerics.h
 // were checked with.
 constexpr double kEstimateMargin = 1.5;
+// Within the bound the estimate of many rows is good to this: 1.15 at most in 88 random layers of 4-bit
+// schemes, of all shapes, activations and routings.
+constexpr double kSpread = 1.15;
 // Single rows scatter around the estimate by up to this factor; that of this many is theirs.
 constexpr double kScatter = 1.3;
 constexpr std::int64_t kManyRows = 16;
@@ -111,11 +114,15 @@ double computed_bound(double bound, double activation, const NumericsSummary& su
   if (summary.not_finite > 0) return std::numeric_limits<double>::infinity();
   const bool few =
       summary.rows > 0 && summary.rows < kManyRows && !MOESAIC_FAULT(numerics_few_rows_are_many);
-  if (estimate * (few ? kScatter : 1.0) <= activation ||
-      MOESAIC_FAULT(numerics_bound_is_always_the_stated_one))
-    return bound;
+  if (MOESAIC_FAULT(numerics_bound_is_always_the_stated_one)) return bound;
   const double weights = std::max(bound * bound - activation * activation, 0.0);
-  const double wider = std::sqrt(weights + std::pow(kEstimateMargin * estimate, 2));
+  const auto with_margin = [&](double margin) {
+    return std::sqrt(weights + std::pow(margin * estimate, 2));
+  };
+  if (estimate * (few ? kScatter : 1.0) <= activation) {
+    return std::max(bound, with_margin(kSpread));
+  }
+  const double wider = with_margin(kEstimateMargin);
   return wider <= std::max(bound, kLargestUsefulBound) ? wider
                                                        : std::numeric_limits<double>::infinity();
 }

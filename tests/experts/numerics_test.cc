@@ -109,6 +109,9 @@ TEST(Numerics, BoundsOfOneCall) {
   EXPECT_EQ(computed_bound(0.06, 0.06, s), 0.06);
   s.rows = 15;
   EXPECT_NEAR(computed_bound(0.06, 0.06, s), 0.075, 1e-12) << "single rows scatter";
+  s.rows = 16;
+  s.noise = 0.055 * 0.055;
+  EXPECT_NEAR(computed_bound(0.06, 0.06, s), 1.15 * 0.055, 1e-12) << "no estimate is exact";
   s.not_finite = 1;
   EXPECT_TRUE(std::isinf(computed_bound(0.06, 0.06, s)));
   s.not_finite = 0;
