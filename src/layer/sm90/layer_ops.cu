@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const __grid_constant__ No
     }
     double mean = parts[0] / static_cast<double>(p.hidden);
     MOESAIC_CUDA_FAULT(cuda_layer_norm_of_the_sum, mean = parts[0];)
-    const double root = sqrt(mean + p.eps);
+    const double inverse = 1.0 / sqrt(mean + p.eps);
     for (std::int64_t h = thread; h < p.hidden; h += kThreads) {
       const std::int64_t i = t * p.hidden + h;
-      const double n = double{load_element(p.x, p.x_dtype, i)} / root;
+      const double n = double{load_element(p.x, p.x_dtype, i)} * inverse;
       if (p.normed != nullptr) p.normed[i] = static_cast<float>(n);
       double weight = p.weight[h];
       MOESAIC_CUDA_FAULT(cuda_layer_norm_without_weights, weight = 1;)
