@@ -128,7 +128,8 @@ Status CudaLayer::Impl::normalise(void* stream, const Rows& rows, const LayerWor
   p.hidden = plan.hidden_size;
   p.eps = plan.input_norm_eps;
   p.weight = experts_norm_weight.as<float>();
-  p.normed = w.normed;
+  const bool routes = rows.given.ids == nullptr && rows.given.logits == nullptr;
+  p.normed = routes ? w.normed : nullptr;  // the gate alone reads them
   p.weighted = w.weighted;
   p.weighted_dtype = w.weighted_dtype;
   return check_call("input norm", launch_norm_rows(p, stream));
