@@ -112,7 +112,7 @@ class Converter {
         output(write_text(folder.file("model.safetensors.index.json"), index_text())));
     MOESAIC_RETURN_IF_ERROR(copy_small_files(shards, folder));
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::string> files, output(folder.files()));
-    MOESAIC_ASSIGN_OR_RETURN(const std::string record, record_text(files));
+    const std::string record = record_text(files);
     MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file(checkpoint::kConversionRecord), record)));
     MOESAIC_RETURN_IF_ERROR(check_stop());
     MOESAIC_RETURN_IF_ERROR(output(folder.commit()));
@@ -156,18 +156,14 @@ class Converter {
     return Json({{"metadata", {{"total_size", total}}}, {"weight_map", map}}).dump(2) + "\n";
   }
 
-  // Errors are against the weights that the golden file knows: of a source that is converted itself,
-  // those before.
-  Result<std::string> record_text(const std::vector<std::string>& files) const {
+  std::string record_text(const std::vector<std::string>& files) const {
     Json layers = Json::array();
-    for (const ConvertReport::Layer& l : report_.layers) {
-      MOESAIC_ASSIGN_OR_RETURN(const auto before, converted_weight_error(from_, l.layer));
-      const bool alone = !before || MOESAIC_FAULT(convert_forgets_the_last_one);
-      layers.push_back(
-          {{"layer", l.layer},
-           {"rel_l2_weights", alone ? l.rel_l2_weights : std::hypot(*before, l.rel_l2_weights)},
-           {"bytes_in", l.bytes_in},
-           {"bytes_out", l.bytes_out}});
+    for (std::size_t i = 0; i < report_.layers.size(); ++i) {
+      const ConvertReport::Layer& l = report_.layers[i];
+      layers.push_back({{"layer", l.layer},
+                        {"rel_l2_weights", errors_of_original_[i]},
+                        {"bytes_in", l.bytes_in},
+                        {"bytes_out", l.bytes_out}});
     }
     return Json({{"scheme", checkpoint::convert_format_name(plan_.format)},
                  {"layers", layers},
@@ -303,14 +299,16 @@ class Converter {
                       checkpoint::convert_format_name(plan_.format))};
     }
     MOESAIC_ASSIGN_OR_RETURN(const auto before, converted_weight_error(from_, layer.spec.layer));
-    if (const double all = std::hypot(before.value_or(0.0), rel);
-        all > checkpoint::kMostWeightError) {
+    const double all =
+        MOESAIC_FAULT(convert_forgets_the_last_one) ? rel : std::hypot(before.value_or(0.0), rel);
+    if (all > checkpoint::kMostWeightError) {
       return {StatusCode::kUnsupported,
               fmt::format("layer {}: its weights would be off by {:.2g} of their size with what "
                           "earlier conversions did ({:.2g}), need at most {}: convert the original",
                           layer.spec.layer, all, *before, checkpoint::kMostWeightError)};
     }
     report_.layers.push_back({layer.spec.layer, rel, layer.bytes_in, layer.bytes_out});
+    errors_of_original_.push_back(all);
     return {};
   }
 
@@ -404,6 +402,9 @@ class Converter {
   const ConvertOptions& options_;
   checkpoint::ConvertPlan plan_;
   ConvertReport report_;
+  // Of its layers against the weights that the golden file knows: of a source that is converted itself,
+  // those before.
+  std::vector<double> errors_of_original_;
   std::int64_t done_bytes_ = 0, total_bytes_ = 0;
   std::vector<std::byte> buffer_;
   std::vector<Tensor> tensors_;
