@@ -2,12 +2,16 @@
 // shared experts do not. Skipped, visibly, without a device.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "layer/layer_case.h"
 #include "moesaic/device_tensor.h"
 #include "moesaic/fused_moe.h"
+#include "numerics/float_codec.h"
 #include "support/cuda_device.h"
 #include "support/expect_bits.h"
 #include "support/metrics.h"
@@ -58,6 +62,43 @@ TEST(CudaInputNorm, HasTheCpusResult) {
                                           test::to_doubles(want.output.view()));
         EXPECT_LE(result.rel_l2, 2 * gpu.quant().output_bound) << result.describe;
       }
+    }
+  }
+}
+
+// Rows around 2^-60 to 2^60, of zeros and with a NaN, and a bias of the gate's, which no norm divides:
+// logits are the CPU's row by row.
+TEST(CudaInputNorm, LogitsOfRowsOfAnySize) {
+  REQUIRE_HOPPER();
+  MoeLayerSpec spec = normed_spec();
+  spec.has_router_bias = true;
+  spec.input_norm_eps = 1e-6;
+  for (const DType model : {DType::kBF16, DType::kF32}) {
+    const LayerTensors t = model_in(model, "bf16", spec);
+    const FusedMoE gpu = make_layer(t, on_gpu());
+    const FusedMoE cpu = make_layer(t, FusedMoE::Options());
+    Tensor x = random_hidden(9, kNormRows, t.spec.hidden_size);
+    for (std::int64_t i = 0; i < kNormRows * t.spec.hidden_size; ++i) {
+      const std::int64_t row = i / t.spec.hidden_size;
+      std::uint16_t& code = x.as<std::uint16_t>()[i];
+      const float scale = row == 0 ? 0.0F : std::ldexp(1.0F, static_cast<int>(6 * row - 60));
+      code = bf16_from_f32(f32_from_bf16(code) * scale);
+      if (i == 1 * t.spec.hidden_size) code = 0x7FC0;
+    }
+    const LayerRun got = run_layer(gpu, x), want = run_layer(cpu, x);
+    const std::int64_t columns = t.spec.num_experts;
+    for (std::int64_t row = 0; row < kNormRows; ++row) {
+      SCOPED_TRACE(testing::Message() << dtype_name(model) << " row " << row);
+      const std::span<const float> a(got.logits.as<float>() + row * columns, columns);
+      const std::span<const float> b(want.logits.as<float>() + row * columns, columns);
+      double off = 0, size = 0;
+      for (std::size_t e = 0; e < a.size(); ++e) {
+        EXPECT_EQ(std::isnan(a[e]), row == 1);
+        EXPECT_EQ(std::isnan(b[e]), row == 1);
+        off += std::pow(double{a[e]} - double{b[e]}, 2);
+        size += std::pow(double{b[e]}, 2);
+      }
+      EXPECT_TRUE(row == 1 || std::sqrt(off) <= 1e-6 * std::sqrt(size)) << off << " of " << size;
     }
   }
 }

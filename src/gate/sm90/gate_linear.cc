@@ -50,6 +50,18 @@ Status upload_parts(const std::vector<float>& values, std::int64_t columns, int 
   }
 }
 
+// To F32.
+RoundLogitsParams rounding_params(const float* from, std::int64_t count,
+                                  const gate::LogitRounding& rounding, void* to) {
+  RoundLogitsParams p;
+  p.from = from;
+  p.count = count;
+  p.linear = rounding.linear;
+  p.logits = rounding.logits;
+  p.to = to;
+  return p;
+}
+
 Status check(std::string_view field, const ConstTensorView& t) {
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, t.dtype));
   if (!t.present()) {
@@ -63,12 +75,7 @@ Status check(std::string_view field, const ConstTensorView& t) {
 Status round_logits(const float* from, std::int64_t count, const gate::LogitRounding& rounding,
                     void* to, DType to_dtype, void* stream) {
   if (rounding.none() && to == from) return {};
-  RoundLogitsParams p;
-  p.from = from;
-  p.count = count;
-  p.linear = rounding.linear;
-  p.logits = rounding.logits;
-  p.to = to;
+  RoundLogitsParams p = rounding_params(from, count, rounding, to);
   p.to_dtype = to_dtype;
   return check_call("gate: rounding of logits", launch_round_logits(p, stream));
 }
@@ -177,13 +184,21 @@ bool CudaGate::runs_prologue(DType x_dtype, std::int64_t tokens) const {
 }
 
 Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
-                         float* logits, const ExpertsPrologue* prologue) const {
+                         float* logits, const ExpertsPrologue* prologue,
+                         const float* row_factors) const {
   MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(x_dtype, rounding_));
   GateParams p = params(x, x_dtype, tokens, logits);
   if (prologue != nullptr) p.prologue = *prologue;
+  if (row_factors != nullptr) p.bias = nullptr;
   MOESAIC_RETURN_IF_ERROR(
       check_call("gate", launch_gate(p, plan(x_dtype).of(tokens), device_, stream)));
-  return round_logits(logits, tokens * experts_, rounding_, logits, DType::kF32, stream);
+  if (row_factors == nullptr)
+    return round_logits(logits, tokens * experts_, rounding_, logits, DType::kF32, stream);
+  RoundLogitsParams after = rounding_params(logits, tokens * experts_, rounding_, logits);
+  after.row_factors = row_factors;
+  after.bias = bias_.as<float>();
+  after.columns = static_cast<std::int32_t>(experts_);
+  return check_call("gate: factors of rows", launch_round_logits(after, stream));
 }
 
 }  // namespace moesaic::cuda

@@ -35,8 +35,11 @@ class CudaGate {
   // launch_gate takes them. The accumulator is fp32 and is not rounded in any tier.
   // `prologue`: of an experts stage that follows, run by the same launch; null: none. Only where
   // runs_prologue says so: never with a rounding, which comes between. check_linear_input's errors.
+  // `row_factors` [tokens], not with a prologue: each row's logits are multiplied with its factor
+  // before the bias is added (one kernel more); null: with 1.
   Status enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens, float* logits,
-                 const ExpertsPrologue* prologue = nullptr) const;
+                 const ExpertsPrologue* prologue = nullptr,
+                 const float* row_factors = nullptr) const;
   bool runs_prologue(DType x_dtype, std::int64_t tokens) const;
 
   std::int64_t num_experts() const { return experts_; }

@@ -20,13 +20,19 @@ __device__ __forceinline__ float rounded(float v, DType dtype) {
   return f32_of_f16(code);
 }
 
+__device__ __forceinline__ float scaled(const RoundLogitsParams& p, std::int64_t i) {
+  const float sum = __fmul_rn(p.from[i], p.row_factors[i / p.columns]);
+  return p.bias != nullptr ? sum + p.bias[i % p.columns] : sum;
+}
+
 // A thread reads its element before it writes it, so `to` may be `from`.
 __global__ void __launch_bounds__(kRoundThreads)
     round_logits_kernel(const __grid_constant__ RoundLogitsParams p) {
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kRoundThreads + threadIdx.x;
        i < p.count; i += static_cast<std::int64_t>(gridDim.x) * kRoundThreads) {
-    float v = rounded(p.from[i], p.linear);
-    MOESAIC_CUDA_FAULT(cuda_gate_linear_stays_fp32, v = p.from[i];)
+    const float sum = p.row_factors == nullptr ? p.from[i] : scaled(p, i);
+    float v = rounded(sum, p.linear);
+    MOESAIC_CUDA_FAULT(cuda_gate_linear_stays_fp32, v = sum;)
     if (p.to_dtype == DType::kF32) {
       const float logit = rounded(v, p.logits);
       MOESAIC_CUDA_FAULT(cuda_gate_logits_stay_unrounded, static_cast<float*>(p.to)[i] = v;

@@ -51,7 +51,8 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
     p.weight_f16 = true;
     p.parts = 1;
   }
-  if (plan.input_norm_eps > 0) {  // rows of the norm's making
+  if (plan.input_norm_eps > 0 &&
+      plan.rows_dtype != DType::kBF16) {  // fp32 rows of the norm's making
     p.x_dtype = DType::kF32;
     p.weight_f32 = plan.gate_dtype == DType::kF32;
     p.parts = 1;

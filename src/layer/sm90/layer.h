@@ -69,8 +69,10 @@ struct LayerWorkspace {
   std::int32_t* shared_ids = nullptr;
   float* routed = nullptr;  // [M, latent], when something is multiplied with or added to the result
   std::uint16_t* latent = nullptr;  // [M, latent], what a transform makes of the rows
-  // With an input norm: what the gate sees, and what the routed experts do.
+  // With an input norm: what the gate sees (NormRowsParams: rows of BF16 as `scaled`, in the memory of
+  // `normed`, with factors), and what the routed experts do.
   float* normed = nullptr;        // [M, H], with a gate
+  float* row_factors = nullptr;   // [M], with a gate
   std::byte* weighted = nullptr;  // [M, H] of weighted_dtype
   DType weighted_dtype = DType::kBF16;
   float* routed_back = nullptr;  // [M, H], what one makes of the result

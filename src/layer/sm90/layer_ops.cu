@@ -46,37 +46,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block per row.
-__global__ void __launch_bounds__(kThreads) norm_rows(const __grid_constant__ NormRowsParams p) {
-  __shared__ double parts[kThreads];
-  const int thread = static_cast<int>(threadIdx.x);
-  for (std::int64_t t = blockIdx.x; t < p.tokens; t += gridDim.x) {
-    double squares = 0;
-    for (std::int64_t h = thread; h < p.hidden; h += kThreads) {
-      const double v = load_element(p.x, p.x_dtype, t * p.hidden + h);
-      squares += v * v;
-    }
-    parts[thread] = squares;
-    __syncthreads();
-    for (int half = kThreads / 2; half > 0; half /= 2) {
-      if (thread < half) parts[thread] += parts[thread + half];
-      __syncthreads();
-    }
-    double mean = parts[0] / static_cast<double>(p.hidden);
-    MOESAIC_CUDA_FAULT(cuda_layer_norm_of_the_sum, mean = parts[0];)
-    const double inverse = 1.0 / sqrt(mean + p.eps);
-    for (std::int64_t h = thread; h < p.hidden; h += kThreads) {
-      const std::int64_t i = t * p.hidden + h;
-      const double n = double{load_element(p.x, p.x_dtype, i)} * inverse;
-      if (p.normed != nullptr) p.normed[i] = static_cast<float>(n);
-      double weight = p.weight[h];
-      MOESAIC_CUDA_FAULT(cuda_layer_norm_without_weights, weight = 1;)
-      store_element(p.weighted, p.weighted_dtype, i, static_cast<float>(n * weight));
-    }
-    __syncthreads();
-  }
-}
-
 __global__ void __launch_bounds__(kThreads)
     combine_layer(const __grid_constant__ LayerCombineParams p) {
   const std::int64_t count = p.tokens * p.hidden;
@@ -114,12 +83,6 @@ int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t 
   if (rows == 0) return 0;
   return launch_kernel(clear_rows, looping_blocks(rows * row_bytes / 2, kThreads), kThreads, 0,
                        stream, mask, rows, row_bytes / 2, static_cast<std::uint16_t*>(to));
-}
-
-int launch_norm_rows(const NormRowsParams& p, void* stream) {
-  MOESAIC_ARM_CUDA_FAULTS();
-  if (p.tokens == 0) return 0;
-  return launch_kernel(norm_rows, looping_blocks(p.tokens, 1), kThreads, 0, stream, p);
 }
 
 int launch_layer_combine(const LayerCombineParams& p, void* stream) {

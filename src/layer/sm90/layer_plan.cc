@@ -190,7 +190,10 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
   if (plan.input_norm_eps > 0) {
-    if (plan.has_gate) w.normed = take<float>(arena, tokens * plan.hidden_size);
+    if (plan.has_gate) {
+      w.normed = take<float>(arena, tokens * plan.hidden_size);
+      w.row_factors = take<float>(arena, tokens);
+    }
     w.weighted_dtype = normed_dtype(plan, with);
     w.weighted =
         take<std::byte>(arena, tokens * plan.hidden_size * (dtype_bits(w.weighted_dtype) / 8));

@@ -8,6 +8,7 @@
 #include "experts/sm90/grouped_gemm.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
+#include "layer/sm90/norm_rows.h"
 #include "prepare_finalize/sm90/rank_rows.h"
 #include "router/sm90/routing_ops.h"
 
@@ -27,11 +28,13 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   if (with_shared) a.top_k = 0;
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
-  // A function of the caller's stands between the kernels, or rows of its own in front of the gate.
-  facts.experts_have_prologue =
-      !plan.has_input_transform && plan.input_norm_eps == 0 && plan.routing.num_zero_experts == 0 &&
-      plan.routing.method != RoutingMethod::kCustom && experts->prologue(a).has_value();
-  facts.gate_runs_prologue = gate && gate->runs_prologue(x_dtype, tokens);
+  // A function of the caller's stands between the kernels.
+  facts.experts_have_prologue = !plan.has_input_transform && plan.routing.num_zero_experts == 0 &&
+                                plan.routing.method != RoutingMethod::kCustom &&
+                                experts->prologue(a).has_value();
+  // Behind the gate of normalised rows their factors act on the logits.
+  facts.gate_runs_prologue =
+      gate && plan.input_norm_eps == 0 && gate->runs_prologue(x_dtype, tokens);
   facts.router_rule_moves = rule.has_value();
   facts.experts_route = rule && experts->can_route(*rule);
   return choose_prologue_place(facts);
@@ -112,9 +115,11 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
     return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*prologue);
   }
   if (given.logits == nullptr) {
-    MOESAIC_RETURN_IF_ERROR(
-        w.normed != nullptr ? gate->enqueue(stream, w.normed, DType::kF32, rows.tokens, w.logits)
-                            : gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+    const bool normed = w.normed != nullptr;
+    const bool scaled = normed && rows.x_dtype == DType::kBF16;
+    MOESAIC_RETURN_IF_ERROR(gate->enqueue(
+        stream, normed ? w.normed : rows.x, normed && !scaled ? DType::kF32 : rows.x_dtype,
+        rows.tokens, w.logits, nullptr, scaled ? w.row_factors : nullptr));
   }
   return with.enqueue(stream, r, prologue ? &*prologue : nullptr);
 }
@@ -129,7 +134,12 @@ Status CudaLayer::Impl::normalise(void* stream, const Rows& rows, const LayerWor
   p.eps = plan.input_norm_eps;
   p.weight = experts_norm_weight.as<float>();
   const bool routes = rows.given.ids == nullptr && rows.given.logits == nullptr;
-  p.normed = routes ? w.normed : nullptr;  // the gate alone reads them
+  if (routes && rows.x_dtype == DType::kBF16) {  // the gate alone reads them
+    p.scaled = reinterpret_cast<std::uint16_t*>(w.normed);
+    p.factors = w.row_factors;
+  } else if (routes) {
+    p.normed = w.normed;
+  }
   p.weighted = w.weighted;
   p.weighted_dtype = w.weighted_dtype;
   return check_call("input norm", launch_norm_rows(p, stream));
