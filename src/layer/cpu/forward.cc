@@ -12,7 +12,7 @@
 #include "cpu/tiers.h"
 #include "layer/call_args.h"
 #include "layer/cpu/engine.h"
-#include "layer/input_norm.h"
+#include "layer/cpu/input_norm.h"
 #include "layer/rows.h"
 #include "numerics/element.h"
 
@@ -68,7 +68,7 @@ Status CpuEngine::compute_logits(const FusedMoE::Args& args, const CpuBuffers& b
   if (!gate) return {};  // no rows
   ConstTensorView gate_input = x;
   if (plan.input_norm_eps > 0) {
-    normalise_rows(x, plan.input_norm_eps, nullptr, b.normed);
+    normalise_rows(*kernels, x, plan.input_norm_eps, nullptr, b.normed, num_threads);
     gate_input = view_of(b.normed, DType::kF32, {rows, plan.hidden_size});
   }
   MOESAIC_RETURN_IF_ERROR(
@@ -170,8 +170,8 @@ Result<ModularKernel::Args> CpuEngine::routed_args(const RoutedRows& r, const Cp
   }
   if (plan.input_norm_eps > 0 && !MOESAIC_FAULT(layer_experts_see_raw_rows)) {
     const TensorView normed = view_of(b.latent, DType::kF32, {rows, plan.hidden_size});
-    normalise_rows(r.x, plan.input_norm_eps, experts_norm_weight->as<float>(),
-                   reinterpret_cast<float*>(b.latent));
+    normalise_rows(*kernels, r.x, plan.input_norm_eps, experts_norm_weight->as<float>(),
+                   reinterpret_cast<float*>(b.latent), num_threads);
     input = normed;
   }
   if (plan.ranks.per_slot) return slot_args(input, r, b);
