@@ -37,7 +37,10 @@ void log_warning_once(const std::string& message) {
     if (!s.sink || s.seen.size() >= kMaxRemembered || !s.seen.insert(message).second) return;
     sink = s.sink;
   }
-  sink(message);
+  try {
+    sink(message);
+  } catch (...) {  // nothing crosses our API, and the work that warned goes on
+  }
 }
 
 }  // namespace moesaic

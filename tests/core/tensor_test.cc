@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "core/arena.h"
 #include "core/checked.h"
+#include "moesaic/log.h"
 
 namespace moesaic {
 namespace {
@@ -79,6 +84,19 @@ TEST(Arena, RefusesSizesBeyondSixtyTwoBits) {
   Arena measure = Arena::measure();
   measure.take<double>(std::int64_t{1} << 61);
   EXPECT_EQ(measure.status().code(), StatusCode::kLimitExceeded);
+}
+
+TEST(Log, ASinkThatThrowsEndsNothing) {
+  int calls = 0;
+  set_log_sink([&](std::string_view) {
+    ++calls;
+    throw std::runtime_error("disk full");
+  });
+  log_warning_once("one");
+  log_warning_once("one");
+  log_warning_once("two");
+  set_log_sink({});
+  EXPECT_EQ(calls, 2);
 }
 
 }  // namespace
