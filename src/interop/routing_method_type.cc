@@ -56,6 +56,8 @@ RoutingMethodType derive_routing_method_type(ScoringFunc scoring, std::int64_t /
 
 RoutingMethodType routing_method_type(const RoutingSpec& spec) {
   using Type = RoutingMethodType;
+  // No kernel multiplies by a factor of the expert.
+  if (spec.has_expert_scale) return Type::kUnspecified;
   // With scaling on the output the router itself is built with factor 1.
   const double factor = spec.scale_on_output ? 1.0 : spec.routed_scaling_factor;
   switch (spec.method) {

@@ -81,6 +81,9 @@ TEST(RoutingMethodType, OfOurSpecs) {
   EXPECT_EQ(of(test::method_spec(RoutingMethod::kCustom, 8, 2)), Type::kCustom);
   EXPECT_EQ(of(test::method_spec(RoutingMethod::kSparseMixer, 8, 2)), Type::kCustom);
   EXPECT_EQ(of(test::method_spec(RoutingMethod::kSimulated, 8, 2)), Type::kSimulated);
+  RoutingSpec scaled = test::topk_spec(kSoftmax, 8, 2, true);
+  scaled.has_expert_scale = true;
+  EXPECT_EQ(of(scaled), Type::kUnspecified) << "a kernel of a type would forget the factor";
   RoutingSpec hash = test::method_spec(RoutingMethod::kHash, 8, 2);
   hash.scoring_func = kSqrtSoftplus;
   hash.renormalize = true;

@@ -40,7 +40,8 @@ RoutingMethodType derive_routing_method_type(ScoringFunc scoring, std::int64_t t
                                              std::optional<std::int64_t> num_expert_group,
                                              bool has_bias,
                                              std::optional<double> routed_scaling_factor);
-// The type of a layer as this library describes it.
+// The type of a layer as this library describes it; kUnspecified with an expert scale, which no type
+// has.
 RoutingMethodType routing_method_type(const RoutingSpec& spec);
 
 // Which router the original's factory makes.
