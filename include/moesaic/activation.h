@@ -41,7 +41,8 @@ struct ActivationSpec {
 };
 
 bool is_gated(ActivationKind kind);
-// "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul", "gelu_no_mul", ...
+// "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul", "gelu_no_mul", ...;
+// "unknown", and not gated, for a value outside the enumeration.
 std::string_view activation_name(ActivationKind kind);
 // Accepts the names above and the aliases gelu_pytorch_tanh, swigluoai_uninterleave, relu2.
 // kNotFound otherwise.
@@ -66,7 +67,7 @@ struct ActivationParams {
 // activation_from_name.
 Result<ActivationSpec> make_activation(std::string_view name, const ActivationParams& params = {});
 
-// Checks that every constant is one that the kind uses, and in range: limit > 0, not NaN; B > 0; a
+// Checks that the kind is one, every constant is one that it uses, and in range: limit > 0, not NaN; B > 0; a
 // constant that the kind ignores has its default. kInvalidArgument otherwise.
 Status validate(const ActivationSpec& spec);
 

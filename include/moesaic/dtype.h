@@ -36,9 +36,10 @@ enum class DType : std::uint8_t {
   kU4,  // 0..15, or the index of a table
 };
 
-// Bits per element: 4, 6, 8, 16, 32 or 64.
+// Bits per element: 4, 6, 8, 16, 32 or 64; 0 for a value outside the enumeration.
 int dtype_bits(DType dtype);
-// The exact, case-sensitive safetensors name: "BF16", "F8_E4M3", ...; "I4" and "U4".
+// The exact, case-sensitive safetensors name: "BF16", "F8_E4M3", ...; "I4" and "U4"; "unknown" for a
+// value outside the enumeration.
 std::string_view dtype_name(DType dtype);
 // Inverse of dtype_name for the types that files have; empty for any other name (never a lenient
 // guess).

@@ -88,7 +88,8 @@ enum class ComputeScheme : std::uint8_t {
                // MXFP4; quantised to int8 per row and group of columns
   kNone,       // no stage computes this pair of operands
 };
-// "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none".
+// "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none";
+// "unknown" for a value outside the enumeration.
 std::string_view compute_scheme_name(ComputeScheme kind);
 
 // What the numbers of each matrix are known to be, where w13 (gate and up) and w2 of an expert are

@@ -43,7 +43,7 @@ class Shape {
 };
 
 // Bytes of a contiguous tensor; kLimitExceeded on overflow, kInvalidShape when a sub-byte type does
-// not fill whole bytes.
+// not fill whole bytes, kInvalidDType for a value outside the enumeration.
 Result<std::int64_t> contiguous_bytes(DType dtype, const Shape& shape);
 
 // A view of memory that somebody else owns. `data` may be null only when the shape has no elements.

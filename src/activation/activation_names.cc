@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "core/enum_rows.h"
 #include "core/nearest_name.h"
 #include "moesaic/activation.h"
 
@@ -28,13 +29,7 @@ constexpr std::array<KindRow, 10> kKinds = {{
     {ActivationKind::kRelu2NoMul, "relu2_no_mul", false},
 }};
 
-constexpr bool rows_are_ordered() {
-  for (std::size_t i = 0; i < kKinds.size(); ++i) {
-    if (static_cast<std::size_t>(kKinds[i].kind) != i) return false;
-  }
-  return true;
-}
-static_assert(rows_are_ordered(), "kKinds must follow the order of ActivationKind");
+static_assert(rows_follow_enum(kKinds, &KindRow::kind, ActivationKind::kRelu2NoMul));
 
 struct Alias {
   std::string_view name;
@@ -48,10 +43,14 @@ constexpr std::array<Alias, 3> kAliases = {{
 
 }  // namespace
 
-bool is_gated(ActivationKind kind) { return kKinds[static_cast<std::size_t>(kind)].gated; }
+bool is_gated(ActivationKind kind) {
+  const KindRow* row = row_of_enum(kKinds, kind);
+  return row != nullptr && row->gated;
+}
 
 std::string_view activation_name(ActivationKind kind) {
-  return kKinds[static_cast<std::size_t>(kind)].name;
+  const KindRow* row = row_of_enum(kKinds, kind);
+  return row == nullptr ? "unknown" : row->name;
 }
 
 Result<ActivationKind> activation_from_name(std::string_view name) {

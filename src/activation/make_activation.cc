@@ -41,6 +41,11 @@ Status expect_fixed(std::string_view kind, std::string_view field, std::optional
 Status validate(const ActivationSpec& spec) {
   const ActivationSpec defaults;
   const std::string_view name = activation_name(spec.kind);
+  if (name == "unknown") {
+    return Status(StatusCode::kInvalidArgument, "activation: kind: got " +
+                                                    std::to_string(static_cast<int>(spec.kind)) +
+                                                    ", need one of ActivationKind");
+  }
   const bool oai = spec.kind == ActivationKind::kSwigluOai;
   const bool situ = spec.kind == ActivationKind::kSitu;
   const bool limited =

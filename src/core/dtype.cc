@@ -45,9 +45,15 @@ static_assert(rows_follow_enum(kRows, &DTypeRow::dtype, DType::kU4));
 
 }  // namespace
 
-int dtype_bits(DType dtype) { return kRows[static_cast<std::size_t>(dtype)].bits; }
+int dtype_bits(DType dtype) {
+  const DTypeRow* row = row_of_enum(kRows, dtype);
+  return row == nullptr ? 0 : row->bits;
+}
 
-std::string_view dtype_name(DType dtype) { return kRows[static_cast<std::size_t>(dtype)].name; }
+std::string_view dtype_name(DType dtype) {
+  const DTypeRow* row = row_of_enum(kRows, dtype);
+  return row == nullptr ? "unknown" : row->name;
+}
 
 std::optional<DType> dtype_from_name(std::string_view name) {
   for (const DTypeRow& row : kRows) {

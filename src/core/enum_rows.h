@@ -1,5 +1,5 @@
 // Tables with one row per enumerator, looked up by the enumerator: the static check that a row is
-// where its key says.
+// where its key says, and the look-up.
 #pragma once
 
 #include <array>
@@ -14,6 +14,13 @@ constexpr bool rows_follow_enum(const std::array<Row, kCount>& rows, Enum Row::*
     if (static_cast<std::size_t>(rows[i].*key) != i) return false;
   }
   return kCount == static_cast<std::size_t>(last) + 1;
+}
+
+// The row of a value; null for one outside the enumeration, which callers can make by a cast.
+template <class Row, std::size_t kCount, class Enum>
+constexpr const Row* row_of_enum(const std::array<Row, kCount>& rows, Enum value) {
+  const auto at = static_cast<std::size_t>(value);
+  return at < kCount ? &rows[at] : nullptr;
 }
 
 }  // namespace moesaic

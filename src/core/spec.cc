@@ -133,6 +133,10 @@ Status validate_routing(const MoeLayerSpec& spec) {
 }
 
 Status validate_activation(const ActivationSpec& a) {
+  if (activation_name(a.kind) == "unknown") {
+    return invalid(fmt::format("activation.kind: got {}, need one of ActivationKind",
+                               static_cast<int>(a.kind)));
+  }
   // Infinity is the documented "no clamp"; NaN fails the comparison.
   if (!(a.limit > 0)) {
     return invalid(fmt::format("activation.limit: got {}, need > 0 (infinity: no clamp)", a.limit));

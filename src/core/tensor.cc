@@ -72,6 +72,10 @@ std::string Shape::to_string() const {
 
 Result<std::int64_t> contiguous_bytes(DType dtype, const Shape& shape) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t n, shape.num_elements());
+  if (dtype_bits(dtype) == 0) {
+    return Status(StatusCode::kInvalidDType,
+                  "dtype: got " + std::to_string(static_cast<int>(dtype)) + ", need one of DType");
+  }
   const auto bits = checked_mul(n, dtype_bits(dtype));
   if (!bits) {
     return Status(StatusCode::kLimitExceeded,

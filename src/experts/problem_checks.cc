@@ -41,6 +41,10 @@ Status check_sizes(const MoeProblem& p) {
     }
   }
   MOESAIC_RETURN_IF_ERROR(expect_threads(p.num_threads));
+  if (p.format != ActivationFormat::kStandard && p.format != ActivationFormat::kBatched) {
+    return invalid(
+        fmt::format("format: got {}, need one of ActivationFormat", static_cast<int>(p.format)));
+  }
   const auto elements = checked_mul(experts::w13_rows(p), p.hidden_size);
   if (!elements || *elements > kMaxMatrixElements) {
     return {StatusCode::kLimitExceeded,

@@ -44,6 +44,10 @@ Status moe_align_block_size(std::span<const std::int32_t> topk_ids, std::int64_t
                             std::int32_t* num_tokens_post_pad) {
   const auto n = static_cast<std::int64_t>(topk_ids.size());
   MOESAIC_RETURN_IF_ERROR(expect_counter(num_tokens_post_pad));
+  if (mode > ExpertMapMode::kIgnoreInvalid) {
+    return {StatusCode::kInvalidArgument,
+            "mode: got " + std::to_string(static_cast<int>(mode)) + ", need one of ExpertMapMode"};
+  }
   MOESAIC_ASSIGN_OR_RETURN(const AlignSizes sizes, moe_align_sizes(n, block_size, num_experts));
   if (!expert_map.empty()) {
     MOESAIC_RETURN_IF_ERROR(expect_length("expert_map", expert_map.size(), num_experts));

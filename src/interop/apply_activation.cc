@@ -14,6 +14,11 @@ namespace {
 Status check_shapes(const ActivationSpec& spec, GateUpLayout layout, const ConstTensorView& in,
                     const TensorView& out, std::int64_t* width) {
   const bool gated = is_gated(spec.kind);
+  if (layout > GateUpLayout::kNonGated) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        "layout: got " + std::to_string(static_cast<int>(layout)) + ", need one of GateUpLayout");
+  }
   if (gated == (layout == GateUpLayout::kNonGated)) {
     return Status(StatusCode::kInvalidArgument,
                   "layout: got " + std::string(gated ? "kNonGated" : "a gate/up arrangement") +

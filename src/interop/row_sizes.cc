@@ -30,6 +30,11 @@ Status check_size(const char* field, std::int64_t size) {
 Result<std::int64_t> round_hidden_size(std::int64_t hidden_size, std::int64_t element_bytes,
                                        HiddenRounding rounding) {
   MOESAIC_RETURN_IF_ERROR(check_size("hidden_size", hidden_size));
+  if (rounding > HiddenRounding::kLowLatency) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("rounding: got {}, need one of HiddenRounding", static_cast<int>(rounding)));
+  }
   constexpr std::int64_t kRowBytes = 512;
   if (element_bytes < 1 || kRowBytes % element_bytes != 0) {
     return Status(StatusCode::kInvalidArgument,
@@ -66,6 +71,11 @@ Result<std::int64_t> round_hidden_size(std::int64_t hidden_size, std::int64_t el
 Result<LayerSizes> round_mxfp4_sizes(const LayerSizes& sizes, Mxfp4Padding padding) {
   MOESAIC_RETURN_IF_ERROR(check_size("hidden_size", sizes.hidden_size));
   MOESAIC_RETURN_IF_ERROR(check_size("intermediate_size", sizes.intermediate_size));
+  if (padding > Mxfp4Padding::kOther) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("padding: got {}, need one of Mxfp4Padding", static_cast<int>(padding)));
+  }
   std::int64_t hidden = 1;
   std::int64_t intermediate = 64;
   switch (padding) {

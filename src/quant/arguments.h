@@ -15,7 +15,8 @@ namespace moesaic::quant {
 using DTypeMask = std::uint32_t;  // one bit per DType
 template <class... D>
 constexpr DTypeMask accept(D... dtypes) {
-  return ((DTypeMask{1} << static_cast<unsigned>(dtypes)) | ...);
+  // No bit of its own for a value outside the enumeration.
+  return ((dtypes <= DType::kU4 ? DTypeMask{1} << static_cast<unsigned>(dtypes) : 0U) | ...);
 }
 inline constexpr DTypeMask kPlainFloats = accept(DType::kF32, DType::kBF16, DType::kF16);
 inline constexpr DTypeMask kWords = accept(DType::kI32, DType::kU32);  // of packed codes

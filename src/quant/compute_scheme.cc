@@ -35,20 +35,20 @@ constexpr std::array<ComputeRow, 17> kComputeRows = {{
 }};
 static_assert(rows_follow_enum(kComputeRows, &ComputeRow::kind, ComputeScheme::kNone));
 
-const ComputeRow& row_of(ComputeScheme kind) {
-  return kComputeRows[static_cast<std::size_t>(kind)];
-}
-
 }  // namespace
 
-std::string_view compute_scheme_name(ComputeScheme kind) { return row_of(kind).name; }
+std::string_view compute_scheme_name(ComputeScheme kind) {
+  const ComputeRow* row = row_of_enum(kComputeRows, kind);
+  return row == nullptr ? "unknown" : row->name;
+}
 
 }  // namespace moesaic
 
 namespace moesaic::quant {
 
 std::optional<DType> needed_activation_dtype(ComputeScheme kind) {
-  return row_of(kind).activation_dtype;
+  const ComputeRow* row = row_of_enum(kComputeRows, kind);
+  return row == nullptr ? std::nullopt : row->activation_dtype;
 }
 
 }  // namespace moesaic::quant

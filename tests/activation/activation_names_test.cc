@@ -113,5 +113,16 @@ TEST(ValidateActivation, RefusesValuesOutOfRange) {
   EXPECT_TRUE(validate(ActivationSpec{}).ok());
 }
 
+TEST(ValidateActivation, RefusesWhatIsNoKind) {
+  for (const int i : {10, 99, 255}) {
+    ActivationSpec spec;
+    spec.kind = static_cast<ActivationKind>(i);
+    EXPECT_EQ(activation_name(spec.kind), "unknown");
+    EXPECT_FALSE(is_gated(spec.kind));
+    expect_refusal(validate(spec), StatusCode::kInvalidArgument,
+                   {"kind: got ", std::to_string(i).c_str(), "ActivationKind"});
+  }
+}
+
 }  // namespace
 }  // namespace moesaic

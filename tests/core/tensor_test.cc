@@ -65,6 +65,18 @@ TEST(Tensor, DTypeNamesRoundTrip) {
   EXPECT_FALSE(dtype_from_name("f32").has_value());
 }
 
+// What a cast makes of an engine's own number.
+TEST(Tensor, DTypesOutsideTheEnumerationAreRefused) {
+  for (const int i : {24, 36, 99, 255}) {
+    const auto d = static_cast<DType>(i);
+    EXPECT_EQ(dtype_name(d), "unknown");
+    EXPECT_EQ(dtype_bits(d), 0);
+    EXPECT_EQ(contiguous_bytes(d, {2}).status().code(), StatusCode::kInvalidDType);
+    EXPECT_EQ(Tensor::zeros(d, {2}).status().message(),
+              "dtype: got " + std::to_string(i) + ", need one of DType");
+  }
+}
+
 TEST(Arena, MeasuresAndCarvesAlike) {
   Arena measure = Arena::measure();
   measure.take<float>(3);

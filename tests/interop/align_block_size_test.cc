@@ -144,6 +144,9 @@ TEST(AlignBlockSize, Misuse) {
   expect_refusal(run(0, {}), StatusCode::kInvalidArgument, {"block_size", "got 0"});
   expect_refusal(run(4, {0, 1}), StatusCode::kInvalidShape, {"expert_map", "got 2", "need 4"});
   expect_refusal(run(4, {0, 1, 2, 9}), StatusCode::kInvalidArgument, {"expert_map[3]", "got 9"});
+  expect_refusal(moe_align_block_size(Ids{0, 1}, 4, 4, {}, static_cast<ExpertMapMode>(2), scratch,
+                                      sorted, experts, &post_pad),
+                 StatusCode::kInvalidArgument, {"mode: got 2", "ExpertMapMode"});
   sorted.resize(19);
   expect_refusal(run(4, {}), StatusCode::kInvalidShape, {"sorted_ids", "got 19", "need >= 20"});
   sorted.resize(20);

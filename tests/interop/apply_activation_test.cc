@@ -140,6 +140,11 @@ TEST(ApplyActivation, Misuse) {
                  StatusCode::kInvalidArgument, {"layout", "kNonGated", "silu"});
   expect_refusal(apply_activation(make_activation("relu2").value(), packed, in.view(), out.view()),
                  StatusCode::kInvalidArgument, {"layout", "relu2_no_mul", "need kNonGated"});
+  expect_refusal(apply_activation(kSilu, static_cast<GateUpLayout>(4), in.view(), out.view()),
+                 StatusCode::kInvalidArgument, {"layout: got 4", "GateUpLayout"});
+  expect_refusal(
+      apply_activation(kSilu, packed, {in.data(), static_cast<DType>(99), {4, 16}}, out.view()),
+      StatusCode::kInvalidDType, {"in: got unknown"});
   ActivationSpec bad;
   bad.limit = -1;
   expect_refusal(apply_activation(bad, packed, in.view(), out.view()), StatusCode::kInvalidArgument,

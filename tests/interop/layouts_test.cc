@@ -309,6 +309,9 @@ TEST(Layouts, Misuse) {
   const Tensor nan = test::tensor_of<std::uint8_t>(DType::kF8E8M0, {1, 1}, {0xFF});
   expect_refusal(pack_ue8m0(nan.view(), packed.view()), StatusCode::kInvalidArgument,
                  {"scales[0, 0]", "0xFF"});
+  // Whose bit in a set of 32 is that of U8.
+  expect_refusal(pack_ue8m0({nan.data(), static_cast<DType>(36), {1, 1}}, packed.view()),
+                 StatusCode::kInvalidDType, {"scales: got unknown"});
   const Tensor uneven = test::f32_of({2, 1}, {1, 2});
   expect_refusal(collapse_row_blocks(uneven.view(), 2, poisoned(DType::kF32, {1, 1}).view()),
                  StatusCode::kInvalidArgument, {"row 1", "block of 2"});

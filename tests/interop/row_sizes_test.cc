@@ -62,6 +62,10 @@ TEST(HiddenRounding, RefusesByName) {
                  {"element_bytes: got 3"});
   expect_refusal(round_hidden_size((std::int64_t{1} << 61) + 5, 4, rule).status(),
                  StatusCode::kLimitExceeded, {"hidden_size"});
+  expect_refusal(round_hidden_size(8, 2, static_cast<HiddenRounding>(3)).status(),
+                 StatusCode::kInvalidArgument, {"rounding: got 3"});
+  expect_refusal(round_mxfp4_sizes({16, 16}, static_cast<Mxfp4Padding>(5)).status(),
+                 StatusCode::kInvalidArgument, {"padding: got 5"});
   expect_refusal(round_mxfp4_sizes({16, -1}, Mxfp4Padding::kMarlin).status(),
                  StatusCode::kInvalidArgument, {"intermediate_size: got -1"});
 }

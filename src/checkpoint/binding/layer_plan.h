@@ -60,7 +60,7 @@ class DTypeSet {
     for (const DType dtype : dtypes) bits_ |= 1U << static_cast<unsigned>(dtype);
   }
   constexpr bool contains(DType dtype) const {
-    return (bits_ >> static_cast<unsigned>(dtype) & 1U) != 0;
+    return dtype <= DType::kU4 && (bits_ >> static_cast<unsigned>(dtype) & 1U) != 0;
   }
   std::string to_string() const;  // "BF16, F16 or F32"
 
