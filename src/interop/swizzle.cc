@@ -19,7 +19,7 @@ void for_scales(const Shape& scales, const Shape& swizzled, Visit&& visit) {
   const std::int64_t rows = scales[r - 2];
   const std::int64_t cols = scales[r - 1];
   const std::int64_t stride = swizzled[r - 2] * swizzled[r - 1];
-  if (cols == 0 || experts == 0) return;
+  if (rows == 0 || cols == 0) return;  // however many experts have none
   const std::int64_t k_tiles = swizzled[r - 1] / kSwizzleCols;
   for (std::int64_t e = 0; e < experts; ++e) {
     for (std::int64_t m = 0; m < rows; ++m) {

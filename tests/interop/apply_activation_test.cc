@@ -145,6 +145,14 @@ TEST(ApplyActivation, Misuse) {
   expect_refusal(
       apply_activation(kSilu, packed, {in.data(), static_cast<DType>(99), {4, 16}}, out.view()),
       StatusCode::kInvalidDType, {"in: got unknown"});
+  // As many slabs without rows, or rows without columns, as one likes: nothing to walk over.
+  constexpr std::int64_t kMany = std::int64_t{1} << 55;
+  EXPECT_TRUE(apply_activation(kSilu, packed, {in.data(), DType::kF32, {kMany, 0, 16}},
+                               {out.data(), DType::kF32, {kMany, 0, 8}})
+                  .ok());
+  EXPECT_TRUE(apply_activation(kSilu, packed, {in.data(), DType::kF32, {kMany, 0}},
+                               {out.data(), DType::kF32, {kMany, 0}})
+                  .ok());
   ActivationSpec bad;
   bad.limit = -1;
   expect_refusal(apply_activation(bad, packed, in.view(), out.view()), StatusCode::kInvalidArgument,

@@ -309,6 +309,10 @@ TEST(Layouts, Misuse) {
   const Tensor nan = test::tensor_of<std::uint8_t>(DType::kF8E8M0, {1, 1}, {0xFF});
   expect_refusal(pack_ue8m0(nan.view(), packed.view()), StatusCode::kInvalidArgument,
                  {"scales[0, 0]", "0xFF"});
+  // Experts without rows, however many, are nothing to walk over.
+  const Shape none{std::int64_t{1} << 55, 0, 4};
+  EXPECT_TRUE(
+      swizzle_block_scales({nan.data(), DType::kU8, none}, {packed.data(), DType::kU8, none}).ok());
   // Whose bit in a set of 32 is that of U8.
   expect_refusal(pack_ue8m0({nan.data(), static_cast<DType>(36), {1, 1}}, packed.view()),
                  StatusCode::kInvalidDType, {"scales: got unknown"});
