@@ -13,19 +13,19 @@ namespace moesaic {
 // device does not touch it.
 class Device {
  public:
-  static constexpr Device cpu() { return Device(-1); }
-  // `index` as the CUDA runtime counts (CUDA_VISIBLE_DEVICES applies). A negative index is kept
-  // apart from the CPU and refused by check_device.
-  static constexpr Device cuda(int index) { return Device(index < 0 ? kNoSuchIndex : index); }
+  static constexpr Device cpu() { return Device(false, 0); }
+  // `index` as the CUDA runtime counts (CUDA_VISIBLE_DEVICES applies). A negative index names no
+  // device: check_device refuses it.
+  static constexpr Device cuda(int index) { return Device(true, index); }
 
-  constexpr bool is_cuda() const { return index_ != -1; }
-  constexpr int index() const { return is_cuda() ? index_ : 0; }
+  constexpr bool is_cuda() const { return is_cuda_; }
+  constexpr int index() const { return index_; }  // 0 for the CPU
   bool operator==(const Device&) const = default;
   std::string to_string() const;  // "cpu", "cuda:0"
 
  private:
-  static constexpr int kNoSuchIndex = -2;
-  explicit constexpr Device(int index) : index_(index) {}
+  constexpr Device(bool is_cuda, int index) : is_cuda_(is_cuda), index_(index) {}
+  bool is_cuda_;
   int index_;
 };
 

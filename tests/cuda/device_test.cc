@@ -47,6 +47,18 @@ TEST(Device, WhatIsNotAvailableHasAReason) {
   EXPECT_EQ(any, info.available);
 }
 
+TEST(Device, IndicesThatNoDeviceHasAreNamedAsGiven) {
+  for (const int index : {-1, -2, -5}) {
+    const Device device = Device::cuda(index);
+    EXPECT_TRUE(device.is_cuda());
+    EXPECT_FALSE(device == Device::cpu());
+    EXPECT_EQ(device.index(), index);
+    EXPECT_EQ(device.to_string(), "cuda:" + std::to_string(index));
+  }
+  EXPECT_EQ(Device::cpu().index(), 0);
+  EXPECT_FALSE(Device::cuda(0) == Device::cpu());
+}
+
 TEST(Device, MissingDeviceIsRefusedWithTheReason) {
   const CudaInfo info = query_cuda();
   for (const Device device : {Device::cuda(4096), Device::cuda(-1)}) {
