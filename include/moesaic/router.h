@@ -75,8 +75,8 @@ class Router {
   static Result<Router> create(const Options& options);
 
   struct Args {
-    // [M, H]; needed by custom routing and zero experts, otherwise it may be absent. Rows may be
-    // apart (not on a GPU).
+    // [M, H]; needed by zero experts, and what a custom function gets; otherwise not looked at and
+    // best absent. Rows may be apart (not on a GPU).
     ConstTensorView hidden_states;
     ConstTensorView router_logits;    // [M, E + zero experts] F32, BF16 or F16
     ConstTensorView input_ids;        // kHash: [M] I32
@@ -90,7 +90,7 @@ class Router {
     TensorView topk_weights;        // out [M, slots()] F32
     TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type);
                                     // custom routing on a GPU: I32
-    TensorView zero_expert_output;  // kZeroExpert: out [M, H], F32 or the dtype of hidden_states
+    TensorView zero_expert_output;  // kZeroExpert alone: out [M, H], F32 or hidden_states' dtype
     // On a GPU: at least workspace_size(M) bytes of its memory, 256-byte aligned, until the work is
     // done.
     std::span<std::byte> workspace = {};

@@ -144,8 +144,20 @@ Status check_input_ids(const Router::Args& args, std::int64_t num_tokens, std::i
 
 Status check_zero_expert_tensors(const Router::Args& args, const RoutingSpec& spec,
                                  std::int64_t num_tokens) {
-  if (spec.num_zero_experts == 0) return {};
   const ConstTensorView& x = args.hidden_states;
+  if (spec.num_zero_experts == 0) {
+    if (args.zero_expert_output.present()) {
+      return invalid("zero_expert_output: got one without zero experts, need none");
+    }
+    // What the function makes of the rows is its business.
+    if (spec.method == RoutingMethod::kCustom && x.present() &&
+        (x.rank() != 2 || x.dim(0) != num_tokens)) {
+      return {StatusCode::kInvalidShape,
+              fmt::format("hidden_states: got {}, need [{}, hidden_size] for custom routing",
+                          x.shape.to_string(), num_tokens)};
+    }
+    return {};
+  }
   if (x.rank() != 2 || x.dim(0) != num_tokens) {
     return {StatusCode::kInvalidShape,
             fmt::format("hidden_states: got {}, need [{}, hidden_size] for zero experts",

@@ -357,6 +357,30 @@ TEST(RouterMisuse, HashAndZeroExpertTensors) {
   EXPECT_TRUE(z.router.select_experts(z.args).ok());
 }
 
+// What nobody would write, or a function could not tell.
+TEST(RouterMisuse, TensorsThatTheMethodDoesNotFit) {
+  Call plain(options_of(test::topk_spec(ScoringFunc::kSoftmax, 8, 2, true)));
+  Tensor out = zeros(DType::kF32, {3, 4});
+  plain.args.zero_expert_output = out.view();
+  test::expect_refusal(plain.router.select_experts(plain.args), StatusCode::kInvalidArgument,
+                       {"zero_expert_output: got one without zero experts, need none"});
+
+  Router::Options options = options_of(test::method_spec(RoutingMethod::kCustom, 8, 2));
+  options.custom = [](ConstTensorView, ConstTensorView, bool, TensorView, TensorView ids) {
+    std::fill_n(ids.as<std::int32_t>(), 6, 0);
+    return Status();
+  };
+  Call custom(options);
+  EXPECT_TRUE(custom.router.select_experts(custom.args).ok());
+  custom.args.hidden_states = out.view();
+  EXPECT_TRUE(custom.router.select_experts(custom.args).ok());
+  for (const Shape& shape : {Shape{2, 4}, Shape{4, 3}, Shape{3}, Shape{1, 3, 4}}) {
+    custom.args.hidden_states = ConstTensorView(out.data(), DType::kF32, shape);
+    test::expect_refusal(custom.router.select_experts(custom.args), StatusCode::kInvalidShape,
+                         {"hidden_states: got", "need [3, hidden_size]"});
+  }
+}
+
 TEST(RouterMisuse, EplbState) {
   Call c(options_of(plain(2, 1)));
   c.logits = zeros(DType::kF32, {3, 2});
