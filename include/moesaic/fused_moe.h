@@ -325,7 +325,8 @@ class FusedMoE {
     Trace trace;  // router_logits: kInvalidArgument with given ids, which have none
   };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
-  // hidden_states (but see Options::inplace); rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
+  // hidden_states (but see Options::inplace). Rows of hidden_states may lie apart, all equally far and
+  // not backwards, those of [B, T, H] too (kInvalidLayout). M = 0 is ordinary. The result of a row
   // depends on that row and its routing alone: bit-identical for any batch, split, order or thread
   // count.
   //   r = experts(route(x)), times routed_scaling_factor exactly once (in the router's weights, or

@@ -53,7 +53,8 @@ struct NameReplacement {
 // tensors of all experts the rank's share, of tensor-parallel slices the rows and columns that it
 // reads. Kept whole are words of integers (GPTQ, AWQ, pack-quantized) and absmax of local experts,
 // scales per row or block and biases of stacked tensors, the shared expert (also where it is cut),
-// and of every expert's the numbers by which all ranks decide alike: static activation scales, FP8
+// tensors of the block that the layer turns out not to have, which finish refuses by name, and of every
+// expert's the numbers by which all ranks decide alike: static activation scales, FP8
 // scales per tensor, NVFP4 global scales, act-order's group indices.
 class WeightLoader {
  public:
