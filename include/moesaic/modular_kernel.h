@@ -67,7 +67,9 @@ class FinalizeReceiver {
 };
 
 // Brings rows to the experts in the format they want and results back to the rows. Immutable; calls
-// with distinct workspaces may run at the same time. Never writes to its inputs.
+// with distinct workspaces may run at the same time. Never writes to its inputs. Those made below check
+// what they read as ModularKernel::run does (local's prepare reads nothing), but not that a finalize
+// goes with the prepare that filled its workspace.
 class PrepareAndFinalize {
  public:
   virtual ~PrepareAndFinalize() = default;

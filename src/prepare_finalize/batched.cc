@@ -14,6 +14,7 @@
 #include "moesaic/modular_kernel.h"
 #include "numerics/element.h"
 #include "permute/sort_slots.h"
+#include "prepare_finalize/call_checks.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
@@ -51,6 +52,7 @@ class BatchedPrepareFinalize final : public PrepareAndFinalize {
   }
 
   Result<Prepared> prepare(const PrepareArgs& a) const override {
+    MOESAIC_RETURN_IF_ERROR(check_prepare_args(p_, a));
     const std::int64_t tokens = a.hidden_states.dim(0);
     const std::span<const std::int32_t> ids{a.topk_ids.as<std::int32_t>(),
                                             static_cast<std::size_t>(tokens * p_.top_k)};
@@ -89,6 +91,7 @@ class BatchedPrepareFinalize final : public PrepareAndFinalize {
       return {StatusCode::kUnsupported,
               "reduction: batched finalize needs naive batched or delegated"};
     }
+    MOESAIC_RETURN_IF_ERROR(check_finalize_args(p_, a));
     const std::int64_t tokens = a.output.dim(0);
     if (a.expert_output.rank() != 3) {  // the experts did not run: no local slot anywhere
       if (tokens > 0) {
@@ -98,6 +101,8 @@ class BatchedPrepareFinalize final : public PrepareAndFinalize {
       }
       return {};
     }
+    const Shape slabs{p_.num_local_experts, p_.max_tokens, p_.hidden_size};
+    MOESAIC_RETURN_IF_ERROR(expect_shape("expert_output", a.expert_output, slabs));
     Arena arena(a.workspace);
     MOESAIC_ASSIGN_OR_RETURN(const Buffers b, carve(arena, tokens));
     return reduce_naive_batched(a.output, a.expert_output,

@@ -7,6 +7,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
+#include "prepare_finalize/call_checks.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/sm90/slot_sums.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
@@ -42,6 +43,7 @@ class LocalPrepareFinalize final : public PrepareAndFinalize {
   }
 
   Status finalize(const FinalizeArgs& a) const override {
+    if (!problem_.device.is_cuda()) MOESAIC_RETURN_IF_ERROR(check_finalize_args(problem_, a));
     switch (a.reduction) {
       case TopKWeightAndReduce::kNoOp:
         return reduce_no_op(a.output, a.expert_output);

@@ -10,6 +10,7 @@
 #include "core/fault.h"
 #include "cpu/tiers.h"
 #include "permute/sort_slots.h"
+#include "prepare_finalize/call_checks.h"
 
 namespace moesaic::prepare_finalize {
 
@@ -178,6 +179,9 @@ class RankTransport::CombineReceiver final : public FinalizeReceiver {
       : t_(transport), args_(args), step_(*transport.comm_, transport.combine_) {}
   Status start() {
     t_.expect_combine(step_.exchange());
+    Status bad = check_finalize_args(t_.p_, args_);
+    if (bad.ok()) bad = t_.check_tokens(args_.output.dim(0));
+    if (!bad.ok()) return step_.exchange().refuse(bad);
     return t_.send_results(args_, step_.exchange());
   }
   Status receive() override {
@@ -238,12 +242,16 @@ Status RankTransport::withdraw(const Status& reason, bool prepared, std::span<st
   }
 }
 
+Status RankTransport::check_tokens(std::int64_t tokens) const {
+  if (tokens <= max_tokens_) return {};
+  return {StatusCode::kLimitExceeded,
+          fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens_)};
+}
+
 Status RankTransport::check_rows(const PrepareArgs& a) const {
+  MOESAIC_RETURN_IF_ERROR(check_prepare_args(p_, a));
   const std::int64_t tokens = a.hidden_states.dim(0);
-  if (tokens > max_tokens_) {
-    return {StatusCode::kLimitExceeded,
-            fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens_)};
-  }
+  MOESAIC_RETURN_IF_ERROR(check_tokens(tokens));
   MOESAIC_RETURN_IF_ERROR(permute::validate_topk_ids(
       {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p_.top_k)}, a.expert_map,
       p_.num_experts, p_.num_local_experts, p_.top_k));

@@ -68,7 +68,10 @@ class RankTransport : public PrepareAndFinalize {
   virtual Status send_results(const FinalizeArgs& args, RankExchange& exchange) const = 0;
   virtual Status take_results(const FinalizeArgs& args, const RankExchange& exchange) const = 0;
 
-  // Checks that M <= T, that ids are in range, and that an expert_map is the directory's, if any.
+  // M <= T.
+  Status check_tokens(std::int64_t tokens) const;
+  // What check_prepare_args checks, that M <= T, that ids are in range, and that an expert_map is the
+  // directory's, if any.
   Status check_rows(const PrepareArgs& args) const;
   // Abandons the communicator: a rank's message does not have the form that all ranks expect.
   Status broken(std::string_view step, std::string_view what) const;

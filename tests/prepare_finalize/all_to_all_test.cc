@@ -258,6 +258,50 @@ TEST(AllToAll, RefusesByName) {
   expect_refusal(make_batched(), StatusCode::kUnsupported, {"gather"});
 }
 
+// For who calls these without a ModularKernel; what is refused is the step's failure on all ranks.
+TEST(AllToAll, TheHalvesCheckWhatTheyReadAndWrite) {
+  for (const Transport transport : test::kTransports) {
+    const std::shared_ptr<Communicator> self =
+        std::move(make_in_process_communicators(1).value().front());
+    MoeProblem problem = test::small_problem("bf16");
+    AllToAllOptions options;
+    problem.max_tokens = options.max_tokens_per_rank = 4;
+    options.gather = transport == Transport::kGather;
+    const bool batched = transport == Transport::kBatched;
+    if (batched) problem.format = ActivationFormat::kBatched;
+    const auto pf = batched
+                        ? make_batched_all_to_all_prepare_finalize(problem, self, options).value()
+                        : make_all_to_all_prepare_finalize(problem, self, options).value();
+    const StandardCase c = test::make_case(5, test::small_problem("bf16"), 3, DType::kBF16);
+    const Tensor workspace = test::poisoned_bytes(pf->workspace_size(4).value());
+    const std::span<std::byte> bytes{const_cast<std::byte*>(workspace.data()),
+                                     static_cast<std::size_t>(workspace.bytes())};
+    const PrepareArgs rows{
+        c.hidden_states.view(), c.routing.weights.view(), c.routing.ids.view(), {}, bytes};
+    PrepareArgs narrow = rows;
+    narrow.hidden_states = {c.hidden_states.data(), DType::kBF16, {3, problem.hidden_size / 2}};
+    expect_refusal(pf->prepare(narrow).status(), StatusCode::kInvalidShape,
+                   {"dispatch", "hidden_states: got [3, 48]"});
+    PrepareArgs nowhere = rows;
+    nowhere.topk_weights.data = nullptr;
+    expect_refusal(pf->prepare(nowhere).status(), StatusCode::kInvalidArgument,
+                   {"dispatch", "topk_weights: got a null pointer"});
+
+    ASSERT_TRUE(pf->prepare(rows).ok());
+    Tensor long_output = Tensor::zeros(DType::kF32, {5, problem.hidden_size}).value();
+    const Tensor ids = Tensor::zeros(DType::kI32, {5, problem.top_k}).value();
+    const Tensor weights = Tensor::zeros(DType::kF32, {5, problem.top_k}).value();
+    FinalizeArgs results;
+    results.output = long_output.view();
+    results.topk_weights = weights.view();
+    results.topk_ids = ids.view();
+    results.reduction = batched ? TopKWeightAndReduce::kNaiveBatched : TopKWeightAndReduce::kNoOp;
+    results.workspace = bytes;
+    expect_refusal(pf->finalize(results), StatusCode::kLimitExceeded,
+                   {"combine", "tokens: got 5, need at most 4"});
+  }
+}
+
 // Two spreads of the experts, of the map and of `parallel`, would send rows to the wrong experts.
 TEST(AllToAll, MapsOfAnotherPlacementAreRefusedByAll) {
   const StandardCase c = test::make_case(31, test::small_problem("bf16"), 6, DType::kBF16);

@@ -224,6 +224,104 @@ TEST(BatchedPrepareFinalize, RefusesBadIdsAndOtherReductions) {
   EXPECT_FALSE(pf->workspace_size(-1).ok());
 }
 
+// For who calls these without a ModularKernel, which has checked everything before.
+TEST(BatchedPrepareFinalize, PrepareChecksWhatItReads) {
+  const MoeProblem p = batched_problem(4);
+  const auto pf = make_batched_prepare_finalize(p).value();
+  Call c = make_call(*pf, p, 3);
+  const auto refused = [&](auto spoil, StatusCode code, const char* words) {
+    PrepareArgs args = c.args();
+    spoil(args);
+    test::expect_refusal(pf->prepare(args).status(), code, {words});
+  };
+  using A = PrepareArgs;
+  const std::byte* x = c.hidden_states.data();
+  const std::byte* ids = c.routing.ids.data();
+  ASSERT_TRUE(pf->prepare(c.args()).ok());
+  refused(
+      [&](A& a) {
+        a.hidden_states = {x, DType::kBF16, {3, 48}};
+      },
+      StatusCode::kInvalidShape, "hidden_states: got [3, 48]");
+  refused([&](A& a) { a.hidden_states = {}; }, StatusCode::kInvalidShape, "hidden_states: got []");
+  refused([&](A& a) { a.hidden_states.dtype = DType::kI16; }, StatusCode::kInvalidDType,
+          "hidden_states: got I16");
+  refused([&](A& a) { a.hidden_states.data = nullptr; }, StatusCode::kInvalidArgument,
+          "hidden_states: got a null pointer");
+  refused([&](A& a) { a.hidden_states.strides[0] = -96; }, StatusCode::kInvalidLayout,
+          "hidden_states: got rows -96 elements apart");
+  refused([&](A& a) { a.hidden_states.device = Device::cuda(0); }, StatusCode::kInvalidArgument,
+          "hidden_states: got memory of cuda:0");
+  refused(
+      [&](A& a) {
+        a.topk_ids = {ids, DType::kI32, {2, 2}};
+      },
+      StatusCode::kInvalidShape, "topk_ids: got [2, 2], need [3, 2]");
+  refused([&](A& a) { a.topk_ids.dtype = DType::kI64; }, StatusCode::kInvalidDType,
+          "topk_ids: got I64");
+  refused([&](A& a) { a.topk_weights = {}; }, StatusCode::kInvalidShape, "topk_weights: got []");
+  const std::vector<std::int32_t> map(5, 0);
+  refused([&](A& a) { a.expert_map = map; }, StatusCode::kInvalidShape, "expert_map: got [5]");
+}
+
+TEST(PrepareFinalize, FinalizeChecksWhatItReadsAndWrites) {
+  const MoeProblem batched = batched_problem(4);
+  MoeProblem p = small_problem("bf16");
+  p.max_tokens = 4;
+  for (const bool slabs : {false, true}) {
+    const auto pf = slabs ? make_batched_prepare_finalize(batched).value()
+                          : make_local_prepare_finalize(p).value();
+    Call c = make_call(*pf, slabs ? batched : p, 3);
+    ASSERT_TRUE(pf->prepare(c.args()).ok());
+    const Shape shape = slabs ? Shape{6, 4, 96} : Shape{6, 96};
+    const Tensor rows = Tensor::zeros(DType::kF32, shape).value();
+    Tensor out = Tensor::zeros(DType::kF32, {3, 96}).value();
+    const auto finalize = [&](auto spoil) {
+      FinalizeArgs args{out.view(),
+                        rows.view(),
+                        c.routing.weights.view(),
+                        c.routing.ids.view(),
+                        {},
+                        TopKWeightAndReduce::kDelegate,
+                        false,
+                        c.args().workspace};
+      spoil(args);
+      return pf->finalize(args);
+    };
+    using A = FinalizeArgs;
+    EXPECT_TRUE(finalize([](A&) {}).ok());
+    const auto refused = [&](auto spoil, StatusCode code, const char* words) {
+      test::expect_refusal(finalize(spoil), code, {words});
+    };
+    refused(
+        [&](A& a) {
+          a.output = {out.data(), DType::kF32, {3, 48}};
+        },
+        StatusCode::kInvalidShape, "output: got [3, 48]");
+    refused([&](A& a) { a.output.strides[0] = 192; }, StatusCode::kInvalidLayout, "output");
+    refused([&](A& a) { a.output.dtype = DType::kI32; }, StatusCode::kInvalidDType,
+            "output: got I32");
+    refused([&](A& a) { a.output.data = nullptr; }, StatusCode::kInvalidArgument,
+            "output: got a null pointer");
+    refused([&](A& a) { a.expert_output.dtype = DType::kI32; }, StatusCode::kInvalidDType,
+            "expert_output: got I32");
+    refused([&](A& a) { a.expert_output.data = nullptr; }, StatusCode::kInvalidArgument,
+            "expert_output: got a null pointer");
+    refused(
+        [&](A& a) {
+          a.topk_ids.shape = Shape{2, 2};
+        },
+        StatusCode::kInvalidShape, "topk_ids: got [2, 2]");
+    refused([&](A& a) { a.topk_weights.data = nullptr; }, StatusCode::kInvalidArgument,
+            "topk_weights: got a null pointer");
+    refused(
+        [&](A& a) {
+          a.expert_output.shape = slabs ? Shape{5, 4, 96} : Shape{5, 96};
+        },
+        StatusCode::kInvalidShape, "expert_output: got [5, ");
+  }
+}
+
 // Accepted rows in order, for ranks that have rows of their own (dp), or one process.
 std::vector<std::string> accepted(ActivationFormat format, const ParallelConfig& parallel,
                                   Device device = Device::cpu()) {
