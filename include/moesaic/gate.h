@@ -50,7 +50,7 @@ class GateLinear {
   // Without force_fp32_compute rows are not rounded to the weight's dtype: they have it (kUnsupported
   // else), or the weight is F32; with logits_dtype unset they have it in any case (kInvalidDType).
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data), kAliasing,
-  // kUnsupported.
+  // kLimitExceeded (sizes, strides), kUnsupported.
   // On a GPU: the error is within (H / 32 + 64) * 2^-24 * sum|x*w|. Of bf16 rows and weights that are
   // not all bf16 numbers it is within (3 H / 32 + 64) * 2^-24 * (1 + 2^-7) * sum|x*w|, and an infinite
   // hidden state may give NaN for infinity. Launched on `stream`, not done when this returns; may be

@@ -118,8 +118,9 @@ class Router {
   // differ by less than that.
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (missing tensors, token
   // ids outside the hash table, inconsistent EPLB state, ids from a callback), kAliasing,
-  // kUnsupported (EPLB with fused shared experts), kOutOfMemory; on a GPU kWorkspaceTooSmall and
-  // kDevice. Outputs are undefined after one. On the CPU it allocates nothing with up to 1024 columns.
+  // kUnsupported (EPLB with fused shared experts), kLimitExceeded (sizes, strides), kOutOfMemory; on
+  // a GPU kWorkspaceTooSmall and kDevice. Outputs are undefined after one. On the CPU it allocates
+  // nothing with up to 1024 columns.
   Status select_experts(const Args& args) const;
   // select_experts on a GPU and this stream, in the place of args.stream; kUnsupported on the CPU.
   Status enqueue(Stream stream, const Args& args) const;

@@ -44,7 +44,8 @@ Status check_weight(std::string_view field, const ConstTensorView& t) {
 
 Status expect_rows_apart(const ConstTensorView& x, std::string_view field,
                          const ConstTensorView& other) {
-  return expect_no_overlap("hidden_states", row_span(x), field, other);
+  MOESAIC_ASSIGN_OR_RETURN(const ConstTensorView rows, row_span("hidden_states", x));
+  return expect_no_overlap("hidden_states", rows, field, other);
 }
 
 }  // namespace
@@ -222,7 +223,8 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   cpu::GateOperands op;
   op.x = hidden_states.data;
   op.x_dtype = hidden_states.dtype;
-  op.x_row_bytes = hidden_states.strides[0] * (dtype_bits(op.x_dtype) / 8);
+  // The stride of a single row may be anything.
+  op.x_row_bytes = num_tokens > 1 ? hidden_states.strides[0] * (dtype_bits(op.x_dtype) / 8) : 0;
   op.weight = impl_->weight.data();
   op.weight_dtype = impl_->weight.dtype();
   op.hidden_size = impl_->hidden();

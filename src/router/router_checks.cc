@@ -188,7 +188,11 @@ Status check_overlaps(const Router::Args& args, bool zero_experts) {
        zero_experts ? ConstTensorView(args.zero_expert_output) : ConstTensorView()}};
   const ConstTensorView& x = args.hidden_states;
   const bool has_rows = zero_experts && x.present() && x.dim(0) > 0;
-  const Named inputs[] = {{"hidden_states", has_rows ? row_span(x) : x},
+  ConstTensorView rows = x;
+  if (has_rows) {
+    MOESAIC_ASSIGN_OR_RETURN(rows, row_span("hidden_states", x));
+  }
+  const Named inputs[] = {{"hidden_states", rows},
                           {"router_logits", args.router_logits},
                           {"input_ids", args.input_ids},
                           {"padding_mask", args.padding_mask}};

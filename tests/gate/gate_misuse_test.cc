@@ -78,6 +78,12 @@ TEST(GateMisuse, Forward) {
   columns.strides = {1, 3};
   test::expect_refusal(g.forward(columns, y.view()), StatusCode::kInvalidLayout,
                        {"hidden_states: got a stride of 3"});
+  ConstTensorView far = x.view();
+  for (const std::int64_t stride : {INT64_MAX, INT64_MIN, std::int64_t{1} << 58}) {
+    far.strides[0] = stride;
+    test::expect_refusal(g.forward(far, y.view()), StatusCode::kLimitExceeded,
+                         {"hidden_states: strides reach beyond"});
+  }
 }
 
 TEST(GateMisuse, ForwardRefusesOverlap) {

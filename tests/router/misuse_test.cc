@@ -355,6 +355,9 @@ TEST(RouterMisuse, HashAndZeroExpertTensors) {
                        {"hidden_states overlaps zero_expert_output"});
   z.args.zero_expert_output = out.view();
   EXPECT_TRUE(z.router.select_experts(z.args).ok());
+  z.args.hidden_states.strides[0] = INT64_MAX;
+  test::expect_refusal(z.router.select_experts(z.args), StatusCode::kLimitExceeded,
+                       {"hidden_states: strides reach beyond"});
 }
 
 // What nobody would write, or a function could not tell.
