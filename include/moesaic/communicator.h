@@ -26,6 +26,7 @@ std::string_view peer_memory_name(PeerMemory memory);  // "auto", "cuda_handles"
 
 struct CommunicatorOptions {
   // How long one call may wait for its peers. A rank that has not taken part by then counts as lost.
+  // Below 1: 1.
   int timeout_ms = 60'000;
 };
 

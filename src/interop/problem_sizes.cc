@@ -19,6 +19,14 @@ Result<ProblemSizes> derive_problem_sizes(const ConstTensorView& w13,
   if (topk_ids.rank() != 2) {
     return bad(fmt::format("topk_ids: got {}, need [M, k]", topk_ids.shape.to_string()));
   }
+  for (const auto& [field, t] : {std::pair{"w13", w13}, std::pair{"hidden_states", hidden_states},
+                                 std::pair{"topk_ids", topk_ids}}) {
+    for (const std::int64_t size : t.shape.dims()) {
+      if (size < 0) {
+        return bad(fmt::format("{}: got {}, need dimensions >= 0", field, t.shape.to_string()));
+      }
+    }
+  }
   ProblemSizes s;
   s.num_local_experts = w13.dim(0);
   s.w13_rows = w13.dim(1);

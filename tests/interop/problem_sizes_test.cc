@@ -38,6 +38,9 @@ TEST(DeriveProblemSizes, NamesTheAxesThatDisagree) {
   expect_refusal(derive_problem_sizes(x, x, ids).status(), StatusCode::kInvalidShape, {"w13"});
   expect_refusal(derive_problem_sizes(w13, x, ids, 3).status(), StatusCode::kInvalidArgument,
                  {"num_experts: got 3"});
+  const ConstTensorView fewer(nullptr, DType::kBF16, {-4, 128, 96});
+  expect_refusal(derive_problem_sizes(fewer, x, ids).status(), StatusCode::kInvalidShape,
+                 {"w13: got [-4, 128, 96]", "dimensions >= 0"});
 }
 
 }  // namespace

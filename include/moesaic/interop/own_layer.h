@@ -40,7 +40,7 @@ struct ProblemSizes {
 //   hidden_states  [M, H], or [E_l, M, H] (batched)
 //   topk_ids       [M, k] (standard: its M must equal that of hidden_states)
 //   num_experts    global count, -1: equal to E_l
-// kInvalidShape names the two axes that disagree.
+// kInvalidShape names the two axes that disagree, kInvalidArgument a num_experts below E_l.
 Result<ProblemSizes> derive_problem_sizes(const ConstTensorView& w13,
                                           const ConstTensorView& hidden_states,
                                           const ConstTensorView& topk_ids,
