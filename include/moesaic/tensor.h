@@ -23,6 +23,7 @@ inline constexpr int kMaxRank = 5;
 class Shape {
  public:
   Shape() = default;
+  // More than kMaxRank of them make [-1], which num_elements() and every check of a tensor refuses.
   Shape(std::initializer_list<std::int64_t> dims);
   // Fails with kInvalidShape when rank > kMaxRank or a dimension is negative.
   static Result<Shape> from(std::span<const std::int64_t> dims);

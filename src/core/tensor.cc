@@ -15,7 +15,11 @@
 namespace moesaic {
 
 Shape::Shape(std::initializer_list<std::int64_t> dims) {
-  assert(dims.size() <= static_cast<std::size_t>(kMaxRank));
+  if (dims.size() > static_cast<std::size_t>(kMaxRank)) {
+    dims_[0] = -1;
+    rank_ = 1;
+    return;
+  }
   for (const std::int64_t d : dims) dims_[static_cast<std::size_t>(rank_++)] = d;
 }
 

@@ -29,6 +29,14 @@ TEST(Shape, CountsElementsExactlyAndRefusesOverflow) {
   EXPECT_EQ(n.status().code(), StatusCode::kLimitExceeded);
 }
 
+TEST(Shape, OfMoreDimensionsThanThereAreIsRefused) {
+  const Shape shape{1, 2, 3, 4, 5, 6};
+  EXPECT_EQ(shape.to_string(), "[-1]");
+  EXPECT_EQ(shape.num_elements().status().code(), StatusCode::kInvalidShape);
+  EXPECT_EQ(Tensor::zeros(DType::kF32, shape).status().code(), StatusCode::kInvalidShape);
+  EXPECT_EQ(Shape({1, 2, 3, 4, 5}).num_elements().value(), 120);
+}
+
 TEST(Tensor, BytesOfSubByteTypesMustFillBytes) {
   EXPECT_EQ(contiguous_bytes(DType::kF4E2M1, Shape({2, 2})).value(), 2);
   EXPECT_EQ(contiguous_bytes(DType::kF6E2M3, Shape({4})).value(), 3);
