@@ -246,7 +246,8 @@ class FusedMoE {
     // order it within the stream of the call, so that a graph captures both. The bits stay; explain
     // shows it (stage_order). kUnsupported on the CPU and over ranks.
     bool shared_stream = false;
-    bool include_shared = true;  // false: the caller computes shared experts itself
+    // false: the caller computes shared experts itself; their weights need not be there.
+    bool include_shared = true;
     // In the place of the layer's own (it has none, or include_shared is false): called in every
     // forward for the rows whose shared experts are this rank's to add. On the CPU; a GPU's is
     // on_device.shared_experts.

@@ -35,8 +35,9 @@ Status check_gate(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
   return check_present("gate_bias", t.gate_bias, spec.has_router_bias);
 }
 
-Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t, bool include_gate) {
-  if (include_gate) MOESAIC_RETURN_IF_ERROR(check_gate(spec, t));
+Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t,
+                     const FusedMoE::Options& options) {
+  if (options.include_gate) MOESAIC_RETURN_IF_ERROR(check_gate(spec, t));
   const bool hash = spec.routing.method == RoutingMethod::kHash;
   MOESAIC_RETURN_IF_ERROR(check_present("hash_table", t.hash_table, hash));
   if (hash) {
@@ -54,9 +55,10 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t, bool in
     MOESAIC_RETURN_IF_ERROR(expect_shape("experts_norm_weight", weight, {spec.hidden_size}));
     MOESAIC_RETURN_IF_ERROR(expect_dtype("experts_norm_weight", weight, DType::kF32));
   }
-  MOESAIC_RETURN_IF_ERROR(
-      check_present("shared_gate_weight", t.shared_gate_weight, spec.shared.gated_output));
-  if (!spec.shared.gated_output) return {};
+  const bool gated = spec.shared.gated_output;
+  if (gated && !t.shared_gate_weight.present() && !options.include_shared) return {};
+  MOESAIC_RETURN_IF_ERROR(check_present("shared_gate_weight", t.shared_gate_weight, gated));
+  if (!gated) return {};
   return expect_shape("shared_gate_weight", t.shared_gate_weight.view(), {1, spec.hidden_size});
 }
 
@@ -162,8 +164,9 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   if (!weights.experts) {
     return Status(StatusCode::kInvalidArgument, "experts: got no source, need one");
   }
+  // A caller who computes shared experts may have kept their weights.
   if (const bool wanted = weights.spec.shared.intermediate_size > 0;
-      (weights.shared != nullptr) != wanted) {
+      wanted ? weights.shared == nullptr && options.include_shared : weights.shared != nullptr) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("shared: got {}, the layer's spec needs {}",
                               wanted ? "no source" : "a source", wanted ? "one" : "none"));
@@ -175,7 +178,7 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   impl->options = options;
   MOESAIC_ASSIGN_OR_RETURN(impl->plan,
                            layer::plan_fused_moe(weights.spec, weights.shared_quant, options));
-  MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t, options.include_gate));
+  MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t, options));
 
   if (t.gate_weight.present()) impl->plan.gate_dtype = t.gate_weight.dtype();
   MOESAIC_RETURN_IF_ERROR(check_device(options.device));

@@ -147,6 +147,13 @@ TEST(OutputParts, TheSharedPartApartAddsUpToTheSum) {
     Tensor sum = must_run(layer, args).output;
     args.shared_output = {};
     expect_same(sum, must_run(routed_only, args).output, "the routed part");
+    // Of a caller who has kept the shared experts' weights, as WeightLoader's experts_only leaves them.
+    MoeLayerWeights kept = tensors.weights();
+    kept.shared = nullptr;
+    kept.tensors.shared_gate_weight = Tensor();
+    const Result<FusedMoE> without = FusedMoE::create(std::move(kept), options);
+    ASSERT_TRUE(without.ok()) << without.status().to_string();
+    expect_same(sum, must_run(*without, args).output, "the routed part, nothing shared loaded");
     for (std::int64_t i = 0; i < 12 * 64; ++i) sum.as<float>()[i] += shared.as<float>()[i];
     expect_same(sum, want, "the sum");
     args.shared_output = shared.view();
