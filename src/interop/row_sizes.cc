@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <new>
 
 #include "core/checked.h"
@@ -139,13 +140,15 @@ Result<std::vector<TokenChunk>> plan_chunks(std::int64_t tokens, std::int64_t ma
   chunk_size = std::min(chunk_size, std::max<std::int64_t>(max_tokens, 1));
   std::vector<TokenChunk> chunks;
   try {
+    // All at once: what no memory holds is refused here, not after the last of it is taken.
+    chunks.reserve(static_cast<std::size_t>(ceil_div(max_tokens, chunk_size)));
     for (std::int64_t first = 0; first < max_tokens; first += chunk_size) {
       TokenChunk c{std::min(first, tokens), 0};
       c.count = std::min(chunk_size, tokens - c.first);
       if (c.count == 0 && repeat_last_row) c = {tokens - 1, 1};
       chunks.push_back(c);
     }
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // bad_alloc, or length_error for more than any vector has
     return Status(StatusCode::kOutOfMemory, "max_tokens: cannot allocate the chunks");
   }
   return chunks;

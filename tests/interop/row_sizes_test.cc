@@ -111,6 +111,8 @@ TEST(TokenChunks, RefusesByName) {
   expect_refusal(plan_chunks(1, (std::int64_t{1} << 62) + 1, 1).status(),
                  StatusCode::kInvalidArgument, {"max_tokens: got 46", "2^62"});
   expect_refusal(plan_chunks(2, 1, 1).status(), StatusCode::kInvalidArgument, {"tokens: got 2"});
+  expect_refusal(plan_chunks(0, std::int64_t{1} << 61, 1).status(), StatusCode::kOutOfMemory,
+                 {"max_tokens"});
   expect_refusal(plan_chunks(0, 3, 1, true).status(), StatusCode::kInvalidArgument,
                  {"tokens: got 0"});
   const Counts negative = {3, -1};

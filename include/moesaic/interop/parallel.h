@@ -119,7 +119,8 @@ struct TokenChunk {
 // All ranks take ceil(max_tokens / chunk_size) steps; a rank that has run out takes part with zero
 // rows, unless repeat_last_row (transports that want at least one: its last row again, whose result
 // is the same). kInvalidArgument for chunk_size < 1, tokens outside [0, max_tokens], or
-// repeat_last_row without a row to repeat, and for max_tokens above 2^62.
+// repeat_last_row without a row to repeat, and for max_tokens above 2^62; kOutOfMemory for more steps
+// than memory holds.
 Result<std::vector<TokenChunk>> plan_chunks(std::int64_t tokens, std::int64_t max_tokens,
                                             std::int64_t chunk_size, bool repeat_last_row = false);
 
