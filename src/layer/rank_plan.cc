@@ -36,6 +36,24 @@ Result<RankTransport> resolve(RankTransport wanted, const ParallelConfig& p) {
   return wanted;
 }
 
+// What a cast may have made of an engine's own numbers.
+Status check_enumerators(const RankOptions& o) {
+  const auto outside = [](std::string_view field, auto value, std::string_view type) {
+    return invalid(fmt::format("{}: got {}, need one of {}", field, static_cast<int>(value), type));
+  };
+  if (o.transport > RankTransport::kBatched) {
+    return outside("transport", o.transport, "RankTransport");
+  }
+  if (o.reduction_in_force() > RankReduction::kPerSlot) {
+    return outside("reduction", o.reduction_in_force(), "RankReduction");
+  }
+  if (o.engine > RankEngine::kAuto) return outside("rank_engine", o.engine, "RankEngine");
+  if (o.peer_memory > PeerMemory::kNccl) {
+    return outside("peer_memory", o.peer_memory, "PeerMemory");
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string_view rank_transport_name(RankTransport transport) {
@@ -143,6 +161,7 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
                     options.ranks.communicator->rank(), plan.size, p.flat_rank(), p.flat_size()));
   }
   if (plan.size == 1) return plan;
+  MOESAIC_RETURN_IF_ERROR(check_enumerators(options.ranks));
   plan.active = true;
   plan.parallel = p;
   MOESAIC_ASSIGN_OR_RETURN(plan.transport, resolve(options.ranks.transport, p));

@@ -100,6 +100,31 @@ TEST(RankRefusals, PartsThatDifferBetweenRanks) {
   }
 }
 
+TEST(RankRefusals, ValuesOutsideTheirEnumerations) {
+  const test::LayerTensors tensors = test::make_tensors(51, spec_with_shared());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  struct Case {
+    const char* words;
+    std::function<void(RankOptions&)> spoil;
+  };
+  const std::vector<Case> cases = {
+      {"transport: got 5", [](auto& r) { r.transport = static_cast<RankTransport>(5); }},
+      {"reduction: got 2", [](auto& r) { r.reduction = static_cast<RankReduction>(2); }},
+      {"rank_engine: got 3", [](auto& r) { r.engine = static_cast<RankEngine>(3); }},
+      {"peer_memory: got 3", [](auto& r) { r.peer_memory = static_cast<PeerMemory>(3); }}};
+  for (const Case& c : cases) {
+    on_both(
+        [&](int rank, const auto& world) {
+          FusedMoE::Options o = options_of(rank, 1, 2, RankTransport::kGather, world);
+          c.spoil(o.ranks);
+          return make(o).status();
+        },
+        [&](int, const Status& status) {
+          expect_refusal(status, StatusCode::kInvalidArgument, {c.words});
+        });
+  }
+}
+
 // A caller's function that refuses or throws, on rank 1.
 TEST(RankRefusals, TransformsThatFail) {
   const test::LayerTensors tensors = test::make_tensors(51, spec_with_shared());
