@@ -54,15 +54,16 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// A value or the Status that explains its absence. Reading value() of a failed Result is a caller's
-// bug (asserted).
+// A value or the Status that explains its absence; one made of an ok Status has neither and is
+// kInternal. Reading value() of a failed Result is a caller's bug (asserted).
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) {  // NOLINT(google-explicit-constructor)
-    assert(!status_.ok() && "a Result without a value needs a failure");
-  }
+  Result(T value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
+  // An ok status is not asserted away: it may come from a caller's ExpertSource or PrepareAndFinalize.
+  Result(Status status)  // NOLINT(google-explicit-constructor)
+      : status_(status.ok() ? Status(StatusCode::kInternal, "got a result without value or failure")
+                            : std::move(status)) {}
 
   bool ok() const { return value_.has_value(); }
   const Status& status() const { return status_; }

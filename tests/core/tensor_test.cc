@@ -20,6 +20,18 @@ TEST(Status, ContextIsSaidOnce) {
   EXPECT_TRUE(Status().with_context("a").ok());
 }
 
+// "return {};" in a caller's class: success without a value would pass for a whole one.
+TEST(Result, OfAnOkStatusIsAFailure) {
+  const Result<int> nothing = Status();
+  EXPECT_FALSE(nothing.ok());
+  EXPECT_EQ(nothing.status().code(), StatusCode::kInternal);
+  const auto passed_on = [&]() -> Status {
+    MOESAIC_ASSIGN_OR_RETURN(const int value, Result<int>(nothing));
+    return value == 0 ? Status() : Status(StatusCode::kIo, "another");
+  };
+  EXPECT_EQ(passed_on().code(), StatusCode::kInternal);
+}
+
 TEST(Shape, CountsElementsExactlyAndRefusesOverflow) {
   EXPECT_EQ(Shape({2, 3, 4}).num_elements().value(), 24);
   EXPECT_EQ(Shape({}).num_elements().value(), 1);
