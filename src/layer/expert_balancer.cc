@@ -85,8 +85,9 @@ Status ExpertBalancer::map_ids(std::int32_t* ids, std::int64_t tokens, std::int6
 namespace {
 
 void add_load(std::int32_t& view, std::uint32_t count) {
-  const auto room = static_cast<std::uint32_t>(std::numeric_limits<std::int32_t>::max() - view);
-  view += static_cast<std::int32_t>(std::min(count, room));
+  // In 64 bits: a caller may have begun below 0.
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  view = static_cast<std::int32_t>(std::min(std::int64_t{view} + count, kMost));
 }
 
 }  // namespace

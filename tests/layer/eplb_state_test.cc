@@ -165,6 +165,13 @@ TEST(EplbState, CountersStopAtTheirLargestValue) {
   ASSERT_TRUE(layer.set_eplb_state(caller.state).ok());
   for (int call = 0; call < 3; ++call) EXPECT_EQ(f.forward(layer, call), "");
   for (const std::int32_t v : caller.load) EXPECT_GE(v, kMost - 1);
+  // From any number on.
+  constexpr std::int32_t kLeast = std::numeric_limits<std::int32_t>::min();
+  std::fill(caller.load.begin(), caller.load.end(), kLeast);
+  EXPECT_EQ(f.forward(layer, 3), "");
+  std::int64_t counted = 0;
+  for (const std::int32_t v : caller.load) counted += std::int64_t{v} - kLeast;
+  EXPECT_EQ(counted, test::kEplbTokens * kTopK);
 }
 
 TEST(EplbState, PaddingIsNoLoad) {
