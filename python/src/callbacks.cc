@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "gil.h"
 
 namespace nb = nanobind;
 
@@ -29,7 +30,7 @@ ProgressFn CallGuard::progress() {
   if (progress_.is_none()) return {};
   return [this](std::int64_t done, std::int64_t total) {
     if (stopped_) return;
-    const nb::gil_scoped_acquire gil;
+    const GilTaken gil;
     try {
       progress_(done, total);
     } catch (nb::python_error& error) {
@@ -41,7 +42,7 @@ ProgressFn CallGuard::progress() {
 
 bool CallGuard::stop() {
   if (stopped_) return true;
-  const nb::gil_scoped_acquire gil;
+  const GilTaken gil;
   if (PyErr_CheckSignals() != 0 && !MOESAIC_FAULT(python_interrupt_ignored)) stopped_ = true;
   return stopped_;
 }

@@ -12,6 +12,7 @@
 
 #include "callbacks.h"
 #include "errors.h"
+#include "gil.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/convert.h"
 #include "moesaic/fused_moe.h"
@@ -42,7 +43,7 @@ void init_checkpoint(Checkpoint* self, nb::handle path, const std::string& acces
   const std::string where = path_of(path);
   Result<Checkpoint> opened = Status(StatusCode::kInternal, "not opened");
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     opened = Checkpoint::open(where, options);
   }
   drain_warnings();
@@ -87,7 +88,7 @@ ConvertReport convert(nb::handle source, nb::handle target, const std::string& q
   options.replace_any_folder = replace;
   Result<ConvertReport> report = Status(StatusCode::kInternal, "not converted");
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     report = convert_checkpoint(from, to, options);
   }
   drain_warnings();

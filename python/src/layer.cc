@@ -6,6 +6,7 @@
 
 #include "core/fault.h"
 #include "errors.h"
+#include "gil.h"
 #include "numerics/element.h"
 #include "specs.h"
 #include "tensors.h"
@@ -230,10 +231,10 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
   Status status;
   if (on_device) {
     const Stream where = stream_of(stream, call.x);
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     status = self.layer.enqueue(where, call.args);
   } else {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     status = self.layer.forward(call.args);
   }
   check(status);
@@ -271,7 +272,7 @@ FusedMoE create_guarded(Result<MoeLayerWeights> weights, const FusedMoE::Options
                         CallGuard* guard) {
   Result<FusedMoE> made = weights.status();
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     if (weights.ok()) {
       weights->experts = guard->guard(std::move(weights->experts));
       weights->shared = guard->guard(std::move(weights->shared));
@@ -287,7 +288,7 @@ Result<MoeLayerWeights> load_guarded(const Checkpoint& checkpoint, int layer,
                                      const FusedMoE::Options& options, CallGuard* guard) {
   Result<MoeLayerWeights> weights = Status(StatusCode::kInternal, "not loaded");
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     weights = checkpoint.load_layer(layer, options.parallel, guard->progress());
   }
   if (guard->stopped()) throw nb::python_error();

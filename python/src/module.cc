@@ -13,6 +13,7 @@
 #include "errors.h"
 #include "files.h"
 #include "fork.h"
+#include "gil.h"
 #include "layer.h"
 #include "loader_options.h"
 #include "moesaic/device.h"
@@ -58,7 +59,7 @@ int run_tool(const std::vector<std::string>& arguments) {
   argv.push_back(nullptr);
   int code = 0;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     code = tool::tool_main(static_cast<int>(copies.size()), argv.data());
   }
   install_log_sink();
@@ -87,7 +88,7 @@ nb::object activate(nb::handle activation, nb::handle x, const std::string& gate
   }
   Status status;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     status = apply_activation(spec, layout, in.view(), to);
   }
   check(status);

@@ -4,6 +4,7 @@
 #include "core/fault.h"
 #include "errors.h"
 #include "experts/problem_checks.h"
+#include "gil.h"
 #include "layer.h"
 #include "layer/load_sources.h"
 #include "layer/quant_selection.h"
@@ -168,7 +169,7 @@ LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k
   const std::unique_ptr<ExpertSource> source = unwrap(make_own_source(own.weights));
   Status first;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     first = check_first_expert(own, *source, quant);
   }
   check(first.with_context("experts"));

@@ -11,6 +11,7 @@
 
 #include "errors.h"
 #include "fork.h"
+#include "gil.h"
 #include "layer.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/gate.h"
@@ -132,7 +133,7 @@ nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle 
   }
   Status status;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     status = self.router.select_experts(args);
   }
   check(status);
@@ -178,7 +179,7 @@ nb::object gate_forward(const GateObject& self, nb::handle hidden_states, nb::ha
   if (x.view().device.is_cuda()) where = stream_of(stream, x);
   Status status;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     status = self.gate.forward(rows, logits, where);
   }
   check(status);

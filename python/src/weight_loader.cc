@@ -14,6 +14,7 @@
 
 #include "core/fault.h"
 #include "errors.h"
+#include "gil.h"
 #include "layer.h"
 #include "loader_options.h"
 #include "moesaic/device_tensor.h"
@@ -143,7 +144,7 @@ bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
   given.wait_until_written();
   Result<bool> kept = false;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     const std::lock_guard<std::mutex> lock(self.mutex);
     ConstTensorView view = given.view();
     Tensor host;
@@ -197,7 +198,7 @@ MoeLayerWeights finish(LoaderObject* self, const FusedMoE::Options& options,
   };
   Result<MoeLayerWeights> taken = Status(StatusCode::kInternal, "not taken");
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     taken = take();
   }
   return unwrap(std::move(taken));
@@ -258,7 +259,7 @@ void bind_weight_loader(nb::module_& m) {
       [](LoaderObject& self) {
         Result<std::vector<std::string>> names = Status(StatusCode::kInternal, "not asked");
         {
-          const nb::gil_scoped_release released;
+          const GilReleased released;
           const std::lock_guard<std::mutex> lock(self.mutex);
           names = self.finished ? std::vector<std::string>() : self.loader.missing();
         }
@@ -268,7 +269,7 @@ void bind_weight_loader(nb::module_& m) {
   c.def_prop_ro(
       "bytes",
       [](LoaderObject& self) {
-        const nb::gil_scoped_release released;
+        const GilReleased released;
         const std::lock_guard<std::mutex> lock(self.mutex);
         return self.finished ? self.finished_bytes : self.loader.bytes();
       },

@@ -15,6 +15,7 @@ BINDING = {
     "python_own_weights_not_transposed": ("test_layers.py", "arrangements"),
     "python_interrupt_ignored": ("test_errors.py", "ctrl_c"),
     "python_callback_error_lost": ("test_errors.py", "ctrl_c"),
+    "python_thread_ended_in_a_call": ("test_errors.py", "daemon_thread"),
     "python_every_error_internal": ("test_errors.py", "each_code"),
     "python_warnings_over_an_exception": ("test_errors.py", "pending_warning"),
     "python_freed_storage_read": ("test_torch.py", "without_memory"),

@@ -237,3 +237,26 @@ def test_threads_share_a_layer(own: OwnExperts) -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("work", ["call", "load"])
+def test_a_program_may_end_while_a_daemon_thread_computes(work: str) -> None:
+    code = f"""
+import threading, time, numpy as np, moesaic
+w13, w2 = np.ones((4, 512, 256), np.float32), np.ones((4, 256, 256), np.float32)
+layer = moesaic.RoutedExperts.from_tensors(w13, w2, 2)
+x, ids, weights = np.ones((256, 256), np.float32), np.zeros((256, 2), np.int32), np.ones((256, 2), np.float32)
+begun = threading.Event()
+def call():
+    while True:
+        layer(x, ids, weights)
+        begun.set()
+def load():
+    while True:
+        moesaic.RoutedExperts.from_tensors(w13, w2, 2, progress=lambda done, total: begun.set())
+threading.Thread(target={work}, daemon=True).start()
+begun.wait()
+time.sleep(0.05)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
