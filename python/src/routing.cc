@@ -54,6 +54,9 @@ void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_
                  nb::handle hash_table, nb::handle num_threads, nb::handle device) {
   const TensorArg bias("correction_bias", correction_bias), scale("expert_scale", expert_scale),
       table("hash_table", hash_table);
+  bias.check_not_negated("correction_bias");
+  scale.check_not_negated("expert_scale");
+  table.check_not_negated("hash_table");
   Router::Options options;
   RoutingSpec& spec = options.spec;
   spec.method = enum_of<RoutingMethod>("method", method, routing_method_name, 10);
@@ -144,6 +147,8 @@ void init_gate(GateObject* self, nb::handle weight, nb::handle bias,
                const std::string& logits_dtype, bool force_fp32_compute, nb::handle num_threads,
                nb::handle device) {
   const TensorArg w("weight", weight), b("bias", bias);
+  w.check_not_negated("weight");
+  b.check_not_negated("bias");
   Tensor w_copy, b_copy;
   GateLinear::Options options;
   options.logits_dtype = dtype_of("logits_dtype", logits_dtype);

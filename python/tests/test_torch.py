@@ -121,6 +121,23 @@ def test_weights_that_negate_their_memory_are_refused(own: OwnExperts, module: m
         loader.load(loader.missing()[0], w13[0, :128])
 
 
+def test_stages_refuse_views_that_negate_their_memory() -> None:
+    negated = torch._neg_view(torch.ones(8, 16))
+    with pytest.raises(moesaic.InvalidLayout, match=r"weight: got a view that negates .* resolve_neg\(\)"):
+        moesaic.GateLinear(negated)
+    gate = moesaic.GateLinear(negated.resolve_neg())
+    assert torch.equal(gate(torch.ones(1, 16)), torch.full((1, 8), -16.0))
+    row = torch._neg_view(torch.ones(8))
+    with pytest.raises(moesaic.InvalidLayout, match="bias: got a view that negates"):
+        moesaic.GateLinear(torch.ones(8, 16), row)
+    for name in ("correction_bias", "expert_scale"):
+        with pytest.raises(moesaic.InvalidLayout, match=f"{name}: got a view that negates"):
+            moesaic.Router(num_experts=8, top_k=1, **{name: row})
+    table = torch._neg_view(torch.ones((4, 1), dtype=torch.int32))
+    with pytest.raises(moesaic.InvalidLayout, match="hash_table: got a view that negates"):
+        moesaic.Router(num_experts=8, top_k=1, method="hash", scoring="sqrtsoftplus", hash_table=table)
+
+
 class Refusing:
     """Another framework's tensor that says no."""
 
