@@ -34,14 +34,19 @@ struct Names {
   std::uint8_t code, bits;
   const char* numpy;  // typestr; null: NumPy has no such type
 };
-constexpr Names kNames[] = {{DType::kF32, 2, 32, "<f4"},      {DType::kF64, 2, 64, "<f8"},
-                            {DType::kF16, 2, 16, "<f2"},      {DType::kI32, 0, 32, "<i4"},
-                            {DType::kI64, 0, 64, "<i8"},      {DType::kI16, 0, 16, "<i2"},
-                            {DType::kI8, 0, 8, "|i1"},        {DType::kU8, 1, 8, "|u1"},
-                            {DType::kU16, 1, 16, "<u2"},      {DType::kU32, 1, 32, "<u4"},
-                            {DType::kU64, 1, 64, "<u8"},      {DType::kBool, 6, 8, "|b1"},
-                            {DType::kBF16, 4, 16, nullptr},   {DType::kF8E4M3, 10, 8, nullptr},
-                            {DType::kF8E5M2, 12, 8, nullptr}, {DType::kF8E8M0, 14, 8, nullptr}};
+constexpr Names kNames[] = {
+    {DType::kF32, 2, 32, "<f4"},      {DType::kF64, 2, 64, "<f8"},
+    {DType::kF16, 2, 16, "<f2"},      {DType::kI32, 0, 32, "<i4"},
+    {DType::kI64, 0, 64, "<i8"},      {DType::kI16, 0, 16, "<i2"},
+    {DType::kI8, 0, 8, "|i1"},        {DType::kU8, 1, 8, "|u1"},
+    {DType::kU16, 1, 16, "<u2"},      {DType::kU32, 1, 32, "<u4"},
+    {DType::kU64, 1, 64, "<u8"},      {DType::kBool, 6, 8, "|b1"},
+    {DType::kC64, 5, 64, "<c8"},      {DType::kBF16, 4, 16, nullptr},
+    {DType::kF8E4M3, 10, 8, nullptr}, {DType::kF8E4M3Fnuz, 11, 8, nullptr},
+    {DType::kF8E5M2, 12, 8, nullptr}, {DType::kF8E5M2Fnuz, 13, 8, nullptr},
+    {DType::kF8E8M0, 14, 8, nullptr}, {DType::kF6E2M3, 15, 6, nullptr},
+    {DType::kF6E3M2, 16, 6, nullptr}, {DType::kF4E2M1, 17, 4, nullptr},
+};
 
 const Names& names_of(DType dtype) {
   for (const Names& row : kNames) {
@@ -51,12 +56,19 @@ const Names& names_of(DType dtype) {
         fmt::format("dtype: {} has no counterpart in DLPack", dtype_name(dtype)));
 }
 
-void fill(const Exported& e, DlTensor* t) {
-  const Names& names = names_of(e.tensor->dtype());
-  t->data = e.tensor->data();
-  t->rank = static_cast<std::int32_t>(e.dims.size());
-  t->dtype = {names.code, names.bits, 1};
-  t->shape = const_cast<std::int64_t*>(e.dims.data());  // the protocol's field is not const
+void fill(Exported* e, DlTensor* t) {
+  const Names& names = names_of(e->tensor->dtype());
+  const bool pairs = names.bits == 4;  // as PyTorch has them: two in an element
+  if (pairs && (e->dims.empty() || e->dims.back() % 2 != 0)) {
+    raise(StatusCode::kUnsupported,
+          fmt::format("__dlpack__: got {} {}, need an even number of codes in a row",
+                      dtype_name(e->tensor->dtype()), e->tensor->shape().to_string()));
+  }
+  if (pairs) e->dims.back() /= 2;
+  t->data = e->tensor->data();
+  t->rank = static_cast<std::int32_t>(e->dims.size());
+  t->dtype = {names.code, names.bits, static_cast<std::uint16_t>(pairs ? 2 : 1)};
+  t->shape = e->dims.data();
 }
 
 int major_of(nb::handle version) {
@@ -84,7 +96,7 @@ nb::object dlpack(const OwnedTensor& self, nb::handle stream, nb::handle max_ver
   const auto dims = self.tensor->shape().dims();
   e->dims.assign(dims.begin(), dims.end());
   const bool versioned = !max_version.is_none() && major_of(max_version) >= 1;
-  fill(*e, versioned ? &e->versioned.tensor : &e->managed.tensor);
+  fill(e.get(), versioned ? &e->versioned.tensor : &e->managed.tensor);
   e->versioned.context = e->managed.context = e.get();
   e->versioned.deleter = [](DlManagedVersioned* t) { delete static_cast<Exported*>(t->context); };
   e->managed.deleter = [](DlManaged* t) { delete static_cast<Exported*>(t->context); };

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pathlib
 import pickle
+import struct
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -385,6 +388,30 @@ def test_numpy_has_no_array_of_bfloat16(qwen3: pathlib.Path) -> None:
     assert seen.dtype == np.float32 and seen.flags.writeable and np.shares_memory(seen, wide.__array__())
     assert wide.__array__(np.float64).dtype == np.float64
     assert not np.shares_memory(seen, wide.__array__(copy=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "numpys"),
+    [
+        *(("F8_E4M3FNUZ", 8, None), ("F8_E5M2FNUZ", 8, None), ("F6_E2M3", 6, None), ("F6_E3M2", 6, None)),
+        *(("F4", 4, None), ("C64", 64, np.complex64), ("U16", 16, np.uint16), ("BOOL", 8, np.bool_)),
+    ],
+)
+def test_tensors_of_every_type_of_files_go_on(tmp_path: pathlib.Path, dtype: str, bits: int, numpys: Any) -> None:
+    """What read() returns has the type that the file says, for NumPy and where it is handed over."""
+    data = bytes(range(8 * bits // 8))
+    header = json.dumps({"t": {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, len(data)]}}).encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    tensor = moesaic.TensorFile(tmp_path / "file").read("t")
+    with pytest.raises(moesaic.InvalidDType, match=f"got {dtype}, need F32"):  # it has arrived as what it is
+        moesaic.apply_activation("silu", tensor)
+    if numpys is not None:
+        assert (
+            np.asarray(tensor).dtype == numpys and np.asarray(tensor).tobytes() == np.frombuffer(data, numpys).tobytes()
+        )
+        return
+    with pytest.raises(moesaic.InvalidDType, match=f"got {dtype}, which NumPy does not have"):
+        np.asarray(tensor)
 
 
 class Subclass(np.ndarray):

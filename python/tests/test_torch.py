@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
@@ -206,6 +208,22 @@ def test_pairs_of_four_bits_arrive(own: OwnExperts) -> None:
     pairs = make(*(c.view(torch.float4_e2m1fn_x2) for c in codes), 2, stored="mxfp4-bf16", **scales)
     assert want.spec.hidden_size == pairs.spec.hidden_size == 128
     assert torch.equal(pairs(*tensors(own)), want(*tensors(own)))
+
+
+def test_pairs_of_four_bits_of_a_file_come_out(tmp_path: pathlib.Path) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch has no 4-bit type")
+    for shape in ([2, 8], [2, 3]):
+        data = bytes(range(shape[0] * shape[1] // 2))
+        header = json.dumps({"t": {"dtype": "F4", "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+        (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header + data)
+        tensor = moesaic.TensorFile(tmp_path / "file").read("t")
+        if shape[1] % 2 == 0:
+            seen = torch.from_dlpack(tensor)
+            assert seen.dtype == torch.float4_e2m1fn_x2 and bytes(seen.view(torch.uint8).flatten().tolist()) == data
+        else:
+            with pytest.raises(moesaic.Unsupported, match=r"got F4 \[2, 3\], need an even number of codes in a row"):
+                torch.from_dlpack(tensor)
 
 
 WITHOUT_TABLE = """
