@@ -183,11 +183,11 @@ TensorArg::TensorArg(std::string_view field, nb::handle object) : object_(object
     from_dlpack(field, object);
   } else if (nb::hasattr(object, "__array_interface__")) {
     check_not_masked(field, object);
-    from_array_interface(field, nb::dict(object.attr("__array_interface__")), false);
+    from_array_interface(field, object.attr("__array_interface__"), false);
   } else if (nb::hasattr(object, "__dlpack__")) {
     from_dlpack(field, object);
   } else if (nb::hasattr(object, "__cuda_array_interface__")) {
-    from_array_interface(field, nb::dict(object.attr("__cuda_array_interface__")), true);
+    from_array_interface(field, object.attr("__cuda_array_interface__"), true);
   } else {
     raise(StatusCode::kInvalidArgument,
           fmt::format("{}: got a {}, need a tensor (__dlpack__ or __array_interface__)", field,
@@ -306,9 +306,9 @@ void TensorArg::from_dlpack(std::string_view field, nb::handle object) {
   take(field, t->tensor);
 }
 
-void TensorArg::from_array_interface(std::string_view field, const nb::dict& interface, bool cuda) {
+void TensorArg::from_array_interface(std::string_view field, nb::object held, bool cuda) {
   const auto item = [&](const char* key) -> PyObject* {
-    return PyDict_GetItemString(interface.ptr(), key);  // borrowed
+    return PyDict_GetItemString(held.ptr(), key);  // borrowed
   };
   const auto malformed = [&] {
     PyErr_Clear();
@@ -335,6 +335,7 @@ void TensorArg::from_array_interface(std::string_view field, const nb::dict& int
   void* const address = PyLong_AsVoidPtr(PyTuple_GetItem(data, 0));
   read_only_ = PyObject_IsTrue(PyTuple_GetItem(data, 1)) == 1;
   if (PyErr_Occurred()) malformed();
+  if (!MOESAIC_FAULT(python_interface_dropped)) interface_ = held;
   view_ =
       TensorView(static_cast<std::byte*>(address), row->dtype,
                  unwrap(Shape::from({dims.data(), rank})), cuda ? Device::cuda(0) : Device::cpu());

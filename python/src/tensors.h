@@ -53,7 +53,7 @@ class TensorArg {
 
  private:
   void from_table(std::string_view field, nanobind::handle object);
-  void from_array_interface(std::string_view field, const nanobind::dict& interface, bool cuda);
+  void from_array_interface(std::string_view field, nanobind::object held, bool cuda);
   void from_dlpack(std::string_view field, nanobind::handle object);
   void take(std::string_view field, const DlTensor& t);
 
@@ -69,6 +69,7 @@ class TensorArg {
   bool present_ = false, read_only_ = false;
   TensorView view_;
   nanobind::handle object_;
+  nanobind::object interface_;  // NumPy's scalars make memory for it, which it keeps
   const DlExchange* api_ = nullptr;
   std::unique_ptr<DlManagedVersioned, Release> versioned_;
   std::unique_ptr<DlManaged, Release> managed_;

@@ -432,6 +432,42 @@ def test_subclasses_of_numpys_arrays(own: OwnExperts) -> None:
         layer(own.x, np.ma.array(own.ids), own.weights)
 
 
+class LikeScalar:
+    """As NumPy's scalars: a copy for each question, which only the answer keeps alive."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.value, self.dtype = value, value.dtype
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        copied = self.value.copy()
+        answer = {**copied.__array_interface__, "__ref": SpoiledAtTheEnd(copied)}
+        kept.append(copied)  # the memory itself stays
+        return answer
+
+
+kept: list[np.ndarray] = []
+
+
+class SpoiledAtTheEnd:
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __del__(self) -> None:
+        self.array.fill(77)
+
+
+def test_memory_that_only_the_array_interface_keeps_lives_as_long_as_the_call(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    want = layer(own.x, own.ids, own.weights)
+    assert "__ref" in np.float32(1).__array_interface__  # what this is like
+    kept.clear()
+    assert np.array_equal(layer(LikeScalar(own.x), LikeScalar(own.ids), LikeScalar(own.weights)), want)
+    own_layer = moesaic.RoutedExperts.from_tensors(LikeScalar(own.w13), LikeScalar(own.w2), own.top_k)
+    assert np.array_equal(own_layer(own.x, own.ids, own.weights), want)
+    assert all((array == 77).all() for array in kept)  # and not longer
+
+
 def test_values_of_other_types_are_named(own: OwnExperts) -> None:
     for wrong in ("5", 1.5, 2**40, "x" * 1000, [1]):
         with pytest.raises(moesaic.InvalidArgument, match="^num_threads: got .*, need a whole number") as caught:
