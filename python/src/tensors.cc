@@ -161,6 +161,7 @@ void set_error(void* context, const char* kind, const char* text) {
   *static_cast<std::string*>(context) = fmt::format("{}: {}", kind, text);
 }
 
+// None where it has no such type: BF16 without ml_dtypes.
 nb::object new_numpy(nb::handle like, DType dtype, std::span<const std::int64_t> dims) {
   nb::list shape;
   for (const std::int64_t d : dims) shape.append(d);
@@ -169,7 +170,12 @@ nb::object new_numpy(nb::handle like, DType dtype, std::span<const std::int64_t>
   if (row != nullptr && row->name != text_of(type.attr("name"))) {
     type = nb::str(row->name);
   }
-  return nb::module_::import_("numpy").attr("empty")(nb::tuple(shape), type);
+  try {
+    return nb::module_::import_("numpy").attr("empty")(nb::tuple(shape), type);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+    return nb::none();
+  }
 }
 
 }  // namespace
@@ -434,8 +440,10 @@ nb::object TensorArg::like(DType dtype, std::span<const std::int64_t> dims,
   }
   if (row != nullptr && is_numpy(object_)) {
     nb::object made = new_numpy(object_, dtype, dims);
-    *view = TensorArg("out", made).view();
-    return made;
+    if (!made.is_none()) {
+      *view = TensorArg("out", made).view();
+      return made;
+    }
   }
   Tensor tensor = unwrap(Tensor::uninitialized(dtype, unwrap(Shape::from(dims))));
   *view = tensor.view();

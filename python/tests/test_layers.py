@@ -378,6 +378,23 @@ def test_a_tensor_exports_what_it_can(own: OwnExperts) -> None:
             y.__dlpack__(max_version=version)
 
 
+def test_logits_in_a_type_that_numpy_lacks() -> None:
+    code = """
+import numpy as np, moesaic
+x, weight = np.ones((3, 16), np.float32), np.full((8, 16), 0.5, np.float32)
+logits = moesaic.GateLinear(weight, logits_dtype="BF16")(x)
+assert type(logits) is moesaic.Tensor and logits.dtype == "BF16" and logits.shape == (3, 8), logits
+assert np.all(np.asarray(logits.float32()) == 8.0)
+weights, ids = moesaic.Router(num_experts=8, top_k=2)(logits)
+assert np.asarray(ids).tolist() == [[0, 1]] * 3
+import ml_dtypes
+logits = moesaic.GateLinear(weight, logits_dtype="BF16")(x)
+assert type(logits) is np.ndarray and logits.dtype == ml_dtypes.bfloat16
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_numpy_has_no_array_of_bfloat16(qwen3: pathlib.Path) -> None:
     tensor = moesaic.Checkpoint(qwen3).read_tensor("model.embed_tokens.weight")
     for read in (np.asarray, np.array, type(tensor).__array__):
