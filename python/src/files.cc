@@ -51,7 +51,21 @@ void init_checkpoint(Checkpoint* self, nb::handle path, const std::string& acces
 }
 
 nb::object read_tensor(const Checkpoint& self, const std::string& name) {
-  return wrap_tensor(unwrap(self.read_tensor(name)));
+  Result<Tensor> read = Status(StatusCode::kInternal, "not read");
+  {
+    const GilReleased released;
+    read = self.read_tensor(name);
+  }
+  return wrap_tensor(unwrap(std::move(read)));
+}
+
+nb::object read_from_file(const TensorFile& self, const std::string& name) {
+  Result<Tensor> read = Status(StatusCode::kInternal, "not read");
+  {
+    const GilReleased released;
+    read = self.read(name);
+  }
+  return wrap_tensor(unwrap(std::move(read)));
 }
 
 LayerExplanation explain(nb::handle what, std::optional<int> layer, const std::string& quant,
@@ -134,12 +148,8 @@ void bind_files(nb::module_& m) {
           },
           nb::arg("path"), nb::sig("def __init__(self, path: str | os.PathLike[str]) -> None"))
       .def("names", &TensorFile::names)
-      .def(
-          "read",
-          [](const TensorFile& f, const std::string& name) {
-            return wrap_tensor(unwrap(f.read(name)));
-          },
-          nb::arg("name"), nb::sig("def read(self, name: str) -> Tensor"));
+      .def("read", &read_from_file, nb::arg("name"),
+           nb::sig("def read(self, name: str) -> Tensor"));
   m.def("explain", &explain, nb::arg("what"), nb::arg("layer") = nb::none(), nb::kw_only(),
         nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,
         nb::arg("backend") = nb::none(),

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "gil.h"
 #include "numerics/element.h"
 #include "tensors.h"
 
@@ -135,8 +136,11 @@ nb::object widened(const OwnedTensor& self) {
   }
   Tensor to = unwrap(Tensor::uninitialized(DType::kF32, from.shape()));
   const std::int64_t count = unwrap(from.shape().num_elements());
-  for (std::int64_t i = 0; i < count; ++i) {
-    to.as<float>()[i] = load_as_f32(from.data(), from.dtype(), i);
+  {
+    const GilReleased released;
+    for (std::int64_t i = 0; i < count; ++i) {
+      to.as<float>()[i] = load_as_f32(from.data(), from.dtype(), i);
+    }
   }
   return wrap_tensor(std::move(to));
 }

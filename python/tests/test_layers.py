@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -514,6 +515,35 @@ def test_an_activation_lets_other_threads_run() -> None:
 
     def work() -> None:
         moesaic.apply_activation("gelu", x, out=np.empty((4000, 1000), np.float32))
+        done.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(10)  # nobody is interrupted: a thread runs when another one lets it
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not done.is_set():
+            counted += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert counted > 3
+
+
+@pytest.mark.parametrize("what", ["read", "float32"])
+def test_reading_a_tensor_lets_other_threads_run(tmp_path: pathlib.Path, what: str) -> None:
+    size = 1 << 28 if what == "read" else 1 << 25
+    header = json.dumps({"t": {"dtype": "F8_E4M3", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "file").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + size)
+    reader = moesaic.TensorFile(tmp_path / "file")
+    call = functools.partial(reader.read, "t") if what == "read" else reader.read("t").float32
+    counted, done = 0, threading.Event()
+
+    def work() -> None:
+        call()
         done.set()
 
     before = sys.getswitchinterval()
