@@ -77,7 +77,13 @@ LayerExplanation explain(nb::handle what, std::optional<int> layer, const std::s
   options.max_tokens = max_tokens;
   options.backend = backend.value_or("");
   if (nb::isinstance<MoeLayerSpec>(what)) {
-    return unwrap(explain_layer(nb::cast<const MoeLayerSpec&>(what), options));
+    const auto& spec = nb::cast<const MoeLayerSpec&>(what);
+    if (layer && *layer != spec.layer) {
+      raise(StatusCode::kInvalidArgument,
+            fmt::format("layer: got {} with the LayerSpec of layer {}, need none", *layer,
+                        spec.layer));
+    }
+    return unwrap(explain_layer(spec, options));
   }
   if (!nb::isinstance<Checkpoint>(what)) {
     throw nb::type_error("explain() needs a moesaic.LayerSpec or a moesaic.Checkpoint");

@@ -20,6 +20,7 @@
 #include "moesaic/interop/own_layer.h"
 #include "moesaic/log.h"
 #include "moesaic/quant.h"
+#include "own_arguments.h"
 #include "routing.h"
 #include "specs.h"
 #include "tensors.h"
@@ -71,12 +72,7 @@ nb::object activate(nb::handle activation, nb::handle x, const std::string& gate
   const ActivationSpec spec = activation_of(activation);
   const TensorArg in("x", x);
   TensorArg given("out", out);
-  GateUpLayout layout = GateUpLayout::kNonGated;
-  if (is_gated(spec.kind)) {
-    if (gate_up == "gate_then_up") layout = GateUpLayout::kGateThenUp;
-    if (gate_up == "up_then_gate") layout = GateUpLayout::kUpThenGate;
-    if (gate_up == "interleaved") layout = GateUpLayout::kInterleaved;
-  }
+  const GateUpLayout layout = layout_of(gate_up, spec.kind);
   std::vector<std::int64_t> dims(in.view().shape.dims().begin(), in.view().shape.dims().end());
   if (is_gated(spec.kind) && !dims.empty()) dims.back() /= 2;
   TensorView to;

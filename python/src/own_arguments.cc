@@ -8,6 +8,7 @@
 #include "errors.h"
 #include "moesaic/device_tensor.h"
 #include "numerics/element.h"
+#include "quant/compute_scheme.h"
 #include "specs.h"
 
 namespace nb = nanobind;
@@ -38,7 +39,7 @@ constexpr std::array<Named, 16> kOptional = {{
     {"w2_perm", &ExpertWeightsView::w2_perm},
 }};
 
-GateUpLayout layout_of(const std::string& name, bool gated) {
+GateUpLayout layout_named(const std::string& name, bool gated) {
   if (name == "none" || (!gated && name == "gate_then_up")) return GateUpLayout::kNonGated;
   if (name == "gate_then_up") return GateUpLayout::kGateThenUp;
   if (name == "up_then_gate") return GateUpLayout::kUpThenGate;
@@ -88,10 +89,22 @@ Tensor wide_bias(std::string_view field, ConstTensorView t) {
 
 }  // namespace
 
+GateUpLayout layout_of(const std::string& gate_up, ActivationKind activation) {
+  const bool gated = is_gated(activation);
+  const GateUpLayout layout = layout_named(gate_up, gated);
+  if (gated != (layout == GateUpLayout::kNonGated)) return layout;
+  raise(StatusCode::kInvalidArgument,
+        fmt::format("gate_up: got \"{}\" with activation {}, which is {}", gate_up,
+                    activation_name(activation),
+                    gated ? "gated, need \"gate_then_up\", \"up_then_gate\" or \"interleaved\""
+                          : "not gated, need \"none\""));
+}
+
 OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
                            const std::optional<std::string>& stored, nb::handle activation,
                            const std::string& gate_up, bool transposed,
-                           bool apply_router_weight_on_input, const nb::kwargs& fields) {
+                           bool apply_router_weight_on_input, std::string_view function,
+                           const nb::kwargs& fields) {
   OwnArguments made;
   OwnWeights& own = made.weights;
   std::vector<TensorArg>& keep = made.keep;
@@ -106,7 +119,7 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
     }
     if (found == nullptr) {
       throw nb::type_error(
-          fmt::format("from_tensors() got an unexpected keyword argument '{}'", name).c_str());
+          fmt::format("{}() got an unexpected keyword argument '{}'", function, name).c_str());
     }
     const TensorArg& tensor = keep.emplace_back(name, value);
     tensor.check_not_negated(name);
@@ -135,13 +148,7 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
 
   MoeLayerSpec& spec = made.spec;
   spec.activation = activation_of(activation);
-  own.layout = layout_of(gate_up, is_gated(spec.activation.kind));
-  if (is_gated(spec.activation.kind) == (own.layout == GateUpLayout::kNonGated)) {
-    raise(StatusCode::kInvalidArgument,
-          fmt::format("gate_up: got \"{}\" with activation {}, which is {}gated", gate_up,
-                      activation_name(spec.activation.kind),
-                      own.layout == GateUpLayout::kNonGated ? "" : "not "));
-  }
+  own.layout = layout_of(gate_up, spec.activation.kind);
   own.transposed = transposed;
   const DType dtype = own.tensors.w13.dtype;
   if (stored) {
@@ -166,6 +173,15 @@ OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
         fmt::format("w13: got {} and no stored=, need the name of the scheme that the weights are "
                     "stored in (moesaic.quant_schemes())",
                     dtype_name(dtype)));
+  }
+  for (const auto& [name, member] : {Named{"w13_input_scale", &ExpertWeightsView::w13_input_scale},
+                                     Named{"w2_input_scale", &ExpertWeightsView::w2_input_scale}}) {
+    const ConstTensorView& scale = own.tensors.*member;
+    if (!scale.present() || quant::has_static_scale(own.stored.activation)) continue;
+    raise(
+        StatusCode::kInvalidArgument,
+        fmt::format("{}: got {}, but activations of stored \"{}\" have no static scales, need none",
+                    name, scale.shape.to_string(), own.stored.name));
   }
   const OwnSizes sizes = unwrap(own_sizes(own));
   spec.hidden_size = sizes.hidden_size;

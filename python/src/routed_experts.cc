@@ -112,7 +112,7 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
                                  const std::optional<std::string>& backend, nb::handle progress,
                                  const nb::kwargs& fields) {
   const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
-                                         apply_router_weight_on_input, fields);
+                                         apply_router_weight_on_input, "from_tensors", fields);
   const FusedMoE::Options options =
       experts_options(quant, device, max_tokens, num_threads, backend);
   CallGuard guard(progress);
@@ -162,7 +162,7 @@ LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k
   static_cast<void>(progress);         // of one expert there is none
 
   const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
-                                         apply_router_weight_on_input, fields);
+                                         apply_router_weight_on_input, "check_tensors", fields);
   const FusedMoE::Options options =
       experts_options(quant, device, max_tokens, num_threads, backend);
   LayerExplanation explanation = unwrap(check_options({own.spec, own.spec.quant}, options));

@@ -29,6 +29,7 @@ namespace {
 template <class Take>
 void each_text(std::string_view field, nb::handle mapping, const Take& take) {
   if (mapping.is_none()) return;
+  if (!nb::hasattr(mapping, "items")) raise_not_cast(field, mapping, "a mapping of texts");
   for (const nb::handle item : nb::borrow<nb::object>(mapping.attr("items")())) {
     take(cast_as<std::string>(field, item[0], "a mapping of texts"),
          cast_as<std::string>(field, item[1], "a mapping of texts"));
@@ -170,6 +171,9 @@ bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
 std::vector<std::string> load_weights(LoaderObject& self, nb::handle pairs) {
   std::vector<std::string> kept;
   for (const nb::handle pair : nb::borrow<nb::object>(pairs)) {
+    if ((!PyTuple_Check(pair.ptr()) && !PyList_Check(pair.ptr())) || nb::len(pair) != 2) {
+      raise_not_cast("pairs", pair, "pairs of a name and a tensor: of a dict, its items()");
+    }
     auto name = cast_as<std::string>("pairs", pair[0], "a text as a tensor's name");
     const nb::object tensor = pair[1];
     if (load(self, name, tensor, std::nullopt)) kept.push_back(std::move(name));

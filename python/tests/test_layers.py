@@ -259,11 +259,46 @@ def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:
             moesaic.RoutedExperts.check_tensors(**arguments)
         shared = str(packing.value).removeprefix("experts: ")
         assert shared in str(checking.value) or str(checking.value) in shared, (shared, str(checking.value))
+    with pytest.raises(TypeError, match=r"check_tensors\(\) got an unexpected keyword argument 'w3'"):
+        moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, w3=own.w2)
     # All that from_tensors takes, and infinities of the first expert.
     options = {"num_threads": 1, "drop_ids_beyond": True, "progress": print, "max_tokens": 7, "backend": None}
     moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, **options)
     with pytest.raises(moesaic.InvalidArgument, match="num_threads"):
         moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, num_threads=-1)
+
+
+@pytest.mark.parametrize("check", [moesaic.RoutedExperts.from_tensors, moesaic.RoutedExperts.check_tensors])
+def test_static_scales_are_those_of_schemes_that_have_them(own: OwnExperts, check: Any) -> None:
+    """What a scheme does not use is refused: set aside it would be another computation than was meant."""
+    ones = np.ones((8, 1), np.float32)
+    codes = {"w13": own.w13.astype(ml_dtypes.float8_e4m3fn), "w2": own.w2.astype(ml_dtypes.float8_e4m3fn)}
+    scales = {"w13_scale": ones, "w2_scale": ones}
+    given = {"w13_input_scale": ones, "w2_input_scale": ones}
+    for quant in ("as-is", "f32", "fp8-bf16"):
+        for name, scale in given.items():
+            with pytest.raises(
+                moesaic.InvalidArgument,
+                match=rf'^{name}: got \[8, 1\], but activations of stored "fp8-tensor" have no static scales',
+            ):
+                check(**codes, top_k=2, stored="fp8-tensor", quant=quant, **scales, **{name: scale})
+        check(**codes, top_k=2, stored="fp8-static", quant=quant, **scales, **given)
+    with pytest.raises(moesaic.InvalidArgument, match='stored "f32" have no static'):
+        check(own.w13, own.w2, 2, **given)
+
+
+def test_gate_up_of_an_activation(own: OwnExperts) -> None:
+    x = np.ones((2, 4), np.float32)
+    for activation in ("silu", "relu2"):
+        with pytest.raises(moesaic.InvalidArgument, match='^gate_up: got "up_gate", need "gate_then_up"'):
+            moesaic.apply_activation(activation, x, gate_up="up_gate")
+    with pytest.raises(
+        moesaic.InvalidArgument, match='^gate_up: got "none" with activation silu, which is gated, need'
+    ):
+        moesaic.apply_activation("silu", x, gate_up="none")
+    with pytest.raises(moesaic.InvalidArgument, match='which is not gated, need "none"'):
+        moesaic.apply_activation("relu2", x, gate_up="interleaved")
+    assert np.array_equal(moesaic.apply_activation("relu2", x, gate_up="none"), x)
 
 
 @pytest.mark.parametrize(
@@ -498,6 +533,18 @@ def test_values_of_other_types_are_named(own: OwnExperts) -> None:
     loader = moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames())
     with pytest.raises(moesaic.InvalidArgument, match="^pairs: got 5, need a text"):
         loader.load_weights([(5, own.w2)])
+    need = r"need pairs of a name and a tensor: of a dict, its items\(\)$"
+    for pairs, found in (
+        ({"a.weight": own.w2}, "'a.weight'"),
+        ([("a",)], r"\('a',\)"),
+        ([("a", 1, 2)], r"\('a', 1, 2\)"),
+    ):
+        with pytest.raises(moesaic.InvalidArgument, match=f"^pairs: got {found}, {need}"):
+            loader.load_weights(pairs)
+    with pytest.raises(moesaic.InvalidArgument, match=r"^names: got \['a'\], need a mapping of texts"):
+        moesaic.WeightLoader.from_spec(spec, moesaic.ExpertNames(), names=["a"])
+    with pytest.raises(moesaic.InvalidArgument, match="^layer: got 3 with the LayerSpec of layer -1, need none"):
+        moesaic.explain(spec, 3)
 
 
 def test_paths_need_not_be_text(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
