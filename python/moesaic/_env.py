@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from . import _core
+from ._errors import DeviceError, Unsupported
 
 __all__ = ["env"]
 
@@ -35,3 +36,16 @@ def env() -> dict[str, Any]:
         if name in sys.modules
     }
     return report
+
+
+def check_device(device: Any) -> None:
+    """Raises Unsupported or DeviceError with the reason for a GPU where there is none of that number."""
+    name, _, number = str(device).partition(":")
+    if name != "cuda":
+        return
+    cuda = _core.environment()["cuda"]
+    if not cuda["available"]:
+        raise Unsupported(f"{device}: {cuda['reason']}")
+    count = len(cuda["devices"])
+    if number.isdecimal() and int(number) >= count:
+        raise DeviceError(f"{device}: got {number}, need 0 to {count - 1}, the GPUs of this machine")

@@ -23,6 +23,7 @@ from typing import Any
 
 import moesaic
 
+from ._env import check_device
 from ._errors import Error, InternalError, InvalidArgument, NotFound, Unsupported
 
 __all__ = ["from_pretrained"]
@@ -118,6 +119,10 @@ def from_pretrained(
     if not layers:
         raise Unsupported(f"{folder}: got no MoE layers of model type {checkpoint.model_type}")
     total = sum(checkpoint.layer_bytes(layer) for layer in layers)
+    check_device(device)
+    for layer in layers:  # wrong options and files are refused before transformers reads the rest
+        with contextlib.suppress(Unsupported):  # of a gate or shared experts perhaps, which are not ours here
+            moesaic.explain(checkpoint, layer, quant=quant, device=device, max_tokens=max_tokens, backend=backend)
     config, hf = _configuration(folder, hf)
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):

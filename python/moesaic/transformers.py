@@ -18,6 +18,7 @@ loads a model whose experts transformers never reads: they stay in the format of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -28,8 +29,9 @@ import torch
 from transformers.integrations.moe import ExpertsInterface
 
 from . import _recognise
-from ._core import RoutedExperts
-from ._errors import Error, InvalidArgument
+from ._core import LayerSpec, RoutedExperts, explain
+from ._env import check_device
+from ._errors import Error, InvalidArgument, Unsupported
 from ._from_pretrained import from_pretrained
 from .torch import MoesaicExperts, drop, experts, keep, leaves_this_process, refuse_saving
 
@@ -281,6 +283,9 @@ def _bar(progress: bool | Callable[[int, int], object] | None) -> Callable[[int,
     return show
 
 
+_SOME_LAYER = LayerSpec(hidden_size=128, intermediate_size=128, num_experts=1, top_k=1)
+
+
 def _plan(
     model: torch.nn.Module, quant: str, device: Any, max_tokens: int, keep_refused: bool
 ) -> dict[str, _recognise.Described | str]:
@@ -289,6 +294,10 @@ def _plan(
         raise InvalidArgument(
             f"model: got a {type(model).__name__} itself, need the model or the block that holds it, to put another there"
         )
+    # An option that cannot be is no module's fault. What it asks of each of them is found below.
+    check_device(device)
+    with contextlib.suppress(Unsupported):
+        explain(_SOME_LAYER, quant=quant, device="cpu" if device is None else device, max_tokens=max_tokens)
     plans: dict[str, _recognise.Described | str] = {}
     for name, module, parent in _modules(model):
         try:
@@ -321,7 +330,8 @@ def accelerate(
     quant: "as-is", or the scheme to convert to while packing ("int4-g128", "fp8-block", ...).
     device: where the packed experts are; None: where the model's are.
     release: whether the originals' memory is given up. With False restore() brings them back.
-    on_unsupported: "raise", or "keep" such modules as they are.
+    on_unsupported: "raise", or "keep" such modules as they are. A scheme, device or number of tokens that there is
+    not raises either way.
     progress: True, False, or a function of (modules done, in all); None: a bar if stderr is a terminal.
 
     Above the model's own memory it needs one packed layer and one expert. Raises Unsupported and the like with

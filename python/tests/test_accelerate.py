@@ -94,11 +94,28 @@ def test_what_fails_while_packing_is_undone_where_the_originals_are_kept() -> No
 
 def test_a_model_whose_modules_are_all_kept_is_as_it_was(tmp_path: pathlib.Path) -> None:
     model = tiny("mixtral")
-    report = mt.accelerate(model, quant="no-such-scheme", on_unsupported="keep", progress=False)
-    assert all("no-such-scheme" in row.reason for row in report.rows)
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = torch.nn.Tanh()
+    report = mt.accelerate(model, on_unsupported="keep", progress=False)
+    assert len(report.rows) == 2 and all("activation: what" in row.reason for row in report.rows)
     assert "model.layers.0.mlp.experts.down_proj" in model.state_dict()
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"quant": "int4-g12"}, moesaic.NotFound),
+        ({"device": "gpu"}, moesaic.InvalidArgument),
+        ({"device": "cuda:63"}, (moesaic.Unsupported, moesaic.DeviceError)),
+        ({"max_tokens": 0}, moesaic.InvalidArgument),
+    ],
+)
+def test_a_wrong_option_is_no_unsupported_module(options: dict[str, Any], error: Any) -> None:
+    for how in ("raise", "keep"):
+        with pytest.raises(error, match=str(next(iter(options.values())))):
+            mt.accelerate(tiny("mixtral"), on_unsupported=how, progress=False, **options)
 
 
 def test_a_failure_after_the_first_release_refuses_saving_too() -> None:

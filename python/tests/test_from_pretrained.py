@@ -322,9 +322,16 @@ def test_a_dense_model_is_refused(tmp_path):
         from_pretrained(folder, progress=False)
 
 
-def test_an_unknown_scheme_is_refused():
-    with pytest.raises(moesaic.Error, match="int5"):
-        from_pretrained(MODELS / "mini-qwen3-moe", quant="int5", progress=False)
+@pytest.mark.parametrize(
+    "wrong", [{"quant": "int5"}, {"device": "gpu"}, {"max_tokens": 0}, {"backend": "cpu_mmx"}, {"device": "cuda:63"}]
+)
+def test_a_wrong_option_is_refused_before_anything_is_read(wrong, monkeypatch):
+    def read(*arguments, **named):
+        raise AssertionError("transformers was asked first")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(moesaic.Error, match=str(next(iter(wrong.values())))):
+        from_pretrained(MODELS / "mini-qwen3-moe", progress=False, **wrong)
 
 
 def test_the_quantizer_is_for_us_alone(tmp_path):
