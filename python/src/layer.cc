@@ -289,7 +289,8 @@ Result<MoeLayerWeights> load_guarded(const Checkpoint& checkpoint, int layer,
   Result<MoeLayerWeights> weights = Status(StatusCode::kInternal, "not loaded");
   {
     const GilReleased released;
-    weights = checkpoint.load_layer(layer, options.parallel, guard->progress());
+    weights =
+        checkpoint.load_layer(layer, options.parallel, guard->progress(), options.include_gate);
   }
   if (guard->stopped()) throw nb::python_error();
   return weights;

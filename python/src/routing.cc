@@ -80,7 +80,7 @@ void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_
 
 RouterObject* router_from_checkpoint(const Checkpoint& checkpoint, int layer,
                                      nb::handle num_threads, nb::handle device) {
-  const MoeLayerWeights weights = unwrap(checkpoint.load_layer(layer, {}));
+  const MoeLayerWeights weights = unwrap(checkpoint.load_layer(layer, {}, {}, false));
   Router::Options options;
   options.spec = weights.spec.routing;
   const MoeLayerTensors& t = weights.tensors;

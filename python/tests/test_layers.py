@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -55,6 +56,36 @@ def test_routed_experts_of_a_checkpoint_are_the_layer_without_its_shared_expert(
     routed = moesaic.RoutedExperts.from_checkpoint(checkpoint, index)
     del checkpoint  # may go before its layers
     assert np.array_equal(routed(x, trace.topk_ids, trace.topk_weights), y)
+
+
+def test_a_gate_that_is_not_kept_need_not_be_there(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(qwen3, folder)
+    for path in folder.glob("model*.safetensors"):
+        whole = path.read_bytes()
+        (length,) = struct.unpack("<Q", whole[:8])
+        header, data = json.loads(whole[8 : 8 + length]), b""
+        kept = {name: entry for name, entry in header.items() if not name.endswith("mlp.gate.weight")}
+        for name, entry in kept.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                entry["data_offsets"] = [len(data), len(data) + end - start]
+                data += whole[8 + length + start : 8 + length + end]
+        text = json.dumps(kept).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    for path in folder.glob("*.index.json"):
+        path.unlink()
+    full, without = moesaic.Checkpoint(qwen3), moesaic.Checkpoint(folder)
+    with pytest.raises(moesaic.MissingTensor, match="gate.weight"):
+        moesaic.FusedMoE.from_checkpoint(without, 1)
+    layer = moesaic.FusedMoE.from_checkpoint(full, 1)
+    x = hidden_states(layer)
+    y, trace = layer(x, trace=True)
+    experts = moesaic.RoutedExperts.from_checkpoint(without, 1)
+    assert np.array_equal(experts(x, trace.topk_ids, trace.topk_weights), y)
+    gateless = moesaic.FusedMoE.from_checkpoint(without, 1, include_gate=False)
+    assert np.array_equal(gateless(x, router_logits=trace.router_logits), y)
+    assert np.array_equal(moesaic.Router.from_checkpoint(without, 1)(trace.router_logits)[1], trace.topk_ids)
 
 
 def test_bits_do_not_depend_on_the_batch(qwen3: pathlib.Path) -> None:
