@@ -95,7 +95,16 @@ class Routing:
     def has_correction_bias(self) -> bool: ...
 
     @property
+    def has_expert_scale(self) -> bool: ...
+
+    @property
     def routed_scaling_factor(self) -> float: ...
+
+    @property
+    def scale_on_output(self) -> bool:
+        """
+        Whether the layer multiplies the sum of its routed experts by the factor; else the router's weights have it.
+        """
 
     def __repr__(self) -> str: ...
 
@@ -148,6 +157,15 @@ class LayerSpec:
 
     @property
     def hash_vocabulary(self) -> int: ...
+
+    @property
+    def apply_router_weight_on_input(self) -> bool: ...
+
+    @property
+    def input_norm_eps(self) -> float:
+        """
+        Above 0: gate and routed experts read rows that the layer has normalised (Gemma 4).
+        """
 
     def __repr__(self) -> str: ...
 
@@ -457,7 +475,7 @@ class RoutedExperts:
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None, top_k: int | None = None) -> RoutedExperts:
         """
-        The routed experts of one layer, without its gate, router and shared experts. top_k: of a caller who chooses another number of experts than the checkpoint does.
+        The routed experts of one layer, without its gate, router and shared experts: their weighted sum, before the layer multiplies it (spec.routing.scale_on_output), of rows that are normalised where the layer does that (spec.input_norm_eps). top_k: of a caller who chooses another number of experts than the checkpoint does.
         """
 
     @staticmethod

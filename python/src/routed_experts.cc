@@ -36,7 +36,7 @@ FusedMoE::Options experts_options(const std::string& quant, nb::handle device,
   return options;
 }
 
-// Routing is the caller's: nothing of it, and no shared expert, belongs to this object.
+// Routing is the caller's: nothing of it, no norm in front and no shared expert, belongs to this object.
 MoeLayerSpec spec_alone(MoeLayerSpec spec, const FusedMoE::Options& options) {
   static_cast<void>(options);
   RoutingSpec routing;
@@ -45,6 +45,7 @@ MoeLayerSpec spec_alone(MoeLayerSpec spec, const FusedMoE::Options& options) {
   spec.routing = routing;
   spec.shared = SharedExpertSpec();
   spec.has_router_bias = false;
+  if (!MOESAIC_FAULT(python_experts_want_a_norm)) spec.input_norm_eps = 0;
   return spec;
 }
 
@@ -269,8 +270,11 @@ void bind_routed_experts(nb::module_& m) {
               "backend: str | None = None, "
               "progress: collections.abc.Callable[[int, int], object] | None = None, "
               "top_k: int | None = None) -> RoutedExperts"),
-      "The routed experts of one layer, without its gate, router and shared experts. top_k: of a "
-      "caller who chooses another number of experts than the checkpoint does.");
+      "The routed experts of one layer, without its gate, router and shared experts: their "
+      "weighted "
+      "sum, before the layer multiplies it (spec.routing.scale_on_output), of rows that are "
+      "normalised where the layer does that (spec.input_norm_eps). top_k: of a caller who chooses "
+      "another number of experts than the checkpoint does.");
   routed.def_static(
       "from_loader", &routed_from_loader, nb::arg("loader"), nb::kw_only(),
       nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,

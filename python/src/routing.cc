@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/fault.h"
 #include "errors.h"
 #include "fork.h"
 #include "gil.h"
@@ -163,6 +164,12 @@ void init_gate(GateObject* self, nb::handle weight, nb::handle bias,
 GateObject* gate_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle num_threads,
                                  nb::handle device) {
   const MoeLayerWeights weights = unwrap(checkpoint.load_layer(layer, {}));
+  if (weights.spec.input_norm_eps > 0 && !MOESAIC_FAULT(python_gate_without_its_norm)) {
+    raise(StatusCode::kUnsupported,
+          fmt::format("gate of layer {} ({}): reads rows behind a norm of the layer's own, which a "
+                      "GateLinear does not have, need moesaic.FusedMoE (trace=True has the logits)",
+                      layer, weights.spec.model_type));
+  }
   GateLinear::Options options;
   options.num_threads = threads_of(num_threads);
   options.device = device_of(device);

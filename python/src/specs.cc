@@ -65,7 +65,11 @@ void bind_routing(nb::module_& m) {
       .def_ro("num_expert_group", &RoutingSpec::num_expert_group)
       .def_ro("topk_group", &RoutingSpec::topk_group)
       .def_ro("has_correction_bias", &RoutingSpec::has_correction_bias)
+      .def_ro("has_expert_scale", &RoutingSpec::has_expert_scale)
       .def_ro("routed_scaling_factor", &RoutingSpec::routed_scaling_factor)
+      .def_ro("scale_on_output", &RoutingSpec::scale_on_output,
+              "Whether the layer multiplies the sum of its routed experts by the factor; else the "
+              "router's weights have it.")
       .def("__repr__", [](const RoutingSpec& r) {
         return fmt::format(
             "Routing({}, {}, top_k={} of {}, renormalize={}, groups={}/{}, factor={})",
@@ -118,6 +122,9 @@ void bind_layer_spec(nb::module_& m) {
       .def_ro("has_expert_bias", &MoeLayerSpec::has_expert_bias)
       .def_ro("has_router_bias", &MoeLayerSpec::has_router_bias)
       .def_ro("hash_vocabulary", &MoeLayerSpec::hash_vocabulary)
+      .def_ro("apply_router_weight_on_input", &MoeLayerSpec::apply_router_weight_on_input)
+      .def_ro("input_norm_eps", &MoeLayerSpec::input_norm_eps,
+              "Above 0: gate and routed experts read rows that the layer has normalised (Gemma 4).")
       .def("__repr__", [](const MoeLayerSpec& s) { return describe(s); });
 }
 

@@ -31,6 +31,8 @@ BINDING = {
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
     "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
+    "python_gate_without_its_norm": ("test_from_pretrained.py", "behind_a_norm"),
+    "python_experts_want_a_norm": ("test_from_pretrained.py", "behind_a_norm"),
     "python_first_expert_not_converted": ("test_layers.py", "checked_as_they_will_be"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 moesaic = importlib.import_module("moesaic")  # a package that cannot be imported is no reason to skip
 safetensors = pytest.importorskip("safetensors.torch")
+from tiny_models import CONFIG_MAPPING, logits, tiny
 
 level3 = importlib.import_module("moesaic._from_pretrained")
 from_pretrained = level3.from_pretrained
@@ -113,6 +114,45 @@ def test_converted(quant, tmp_path):
     hidden = torch.randn(9, 256).bfloat16()
     ids, weights = torch.randint(0, 16, (9, 4)), torch.rand(9, 4)
     assert torch.equal(alone(hidden, ids, weights), experts_of(model)[module.module](hidden, ids, weights))
+
+
+@pytest.mark.parametrize("name", [n for n in ("gemma4_text", "inkling2_text") if n in CONFIG_MAPPING])
+def test_experts_behind_a_norm_or_with_soft_caps(name, tmp_path):
+    """Of a layer that normalises its rows (Gemma 4) the experts alone read rows that are."""
+    eager = tiny(name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            if parameter.dim() == 1:  # norms that do something
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    eager.save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, dtype=torch.float32, progress=False)
+    assert relative(logits(model), logits(eager)) <= 1e-5
+    checkpoint = moesaic.Checkpoint(tmp_path)
+    spec = checkpoint.layers[0]
+    layer = moesaic.FusedMoE.from_checkpoint(checkpoint, spec.layer)
+    x = 3 * torch.randn(5, spec.hidden_size)
+    y, trace = layer(x, trace=True)
+    weights, ids = moesaic.Router.from_checkpoint(checkpoint, spec.layer)(trace.router_logits)
+    assert torch.equal(ids, trace.topk_ids) and torch.equal(weights, trace.topk_weights)
+    if name == "gemma4_text":
+        assert spec.input_norm_eps == 1e-6 and spec.routing.has_expert_scale
+        with pytest.raises(moesaic.Unsupported, match=r"gate of layer 0 \(gemma4_text\): reads rows behind a norm"):
+            moesaic.GateLinear.from_checkpoint(checkpoint, spec.layer)
+        norm = eager.model.layers[0].pre_feedforward_layernorm_2
+        with torch.no_grad():
+            x = norm(x)
+    else:
+        assert spec.input_norm_eps == 0 and layer.spec.activation.name == "situ"
+        assert torch.equal(moesaic.GateLinear.from_checkpoint(checkpoint, spec.layer)(x), trace.router_logits)
+    loader = moesaic.WeightLoader.from_checkpoint(checkpoint, spec.layer, experts_only=True)
+    loader.load_weights((tensor, checkpoint.read_tensor(tensor)) for tensor in loader.missing())
+    factor = spec.routing.routed_scaling_factor if spec.routing.scale_on_output else 1.0
+    for experts in (
+        moesaic.RoutedExperts.from_checkpoint(checkpoint, spec.layer),
+        moesaic.RoutedExperts.from_loader(loader),
+    ):
+        assert relative(factor * experts(x, ids, weights), y) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["mini-deepseek-v3", "mini-gpt-oss"])

@@ -107,6 +107,7 @@ FAMILIES: dict[str, dict[str, int]] = {
     "hunyuan_v1_moe": {},
     "hy_v3": {},
     "hy_v4": {},
+    "inkling2_text": {},
     "kolibri1": {},
     "laguna": {},
     "mellum": {},
@@ -119,7 +120,18 @@ FAMILIES: dict[str, dict[str, int]] = {
 KNOWN = [name for name in FAMILIES if name in CONFIG_MAPPING]  # to this version of transformers
 
 
+def gemma4() -> Any:
+    """Its configuration does not say of which sizes it has defaults."""
+    sizes = {
+        key: SMALL[key] for key in (*COMMON, "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts")
+    }
+    per_layer = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
+    return transformers.Gemma4TextConfig(**sizes, **per_layer, enable_moe_block=True, top_k_experts=2, pad_token_id=0)
+
+
 def configuration_of(name: str) -> Any:
+    if name == "gemma4_text":
+        return gemma4()
     if name in MODELS:
         return MODELS[name](transformers)
     cls = CONFIG_MAPPING[name]
