@@ -82,9 +82,9 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
         for alpha, beta in itertools.product([*alphas, 1.0], [0.0, 1.0, *betas]):
             if (alpha, beta) != (1.0, 0.0):  # that is silu with a limit
                 _make(found, "swigluoai_uninterleave", limit=limit, alpha=alpha, beta=beta)
-    for beta in betas:
+    for beta in [*betas, *_constants(module, "gate_softcap")]:
         _make(found, "situ", beta=beta)
-        for limit in limits:
+        for limit in [*limits, *_constants(module, "up_softcap")]:
             _make(found, "situ", beta=beta, up_limit=limit)
     return found
 
@@ -92,7 +92,10 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
 def _grid(module: Any) -> torch.Tensor:
     """Values inside and beyond every limit, and far enough apart that no two functions agree."""
     edges = [
-        limit * f for limit in _constants(module, "limit", "clamp", "beta") if limit < 1e4 for f in (0.9, 1.1, 1.6)
+        limit * f
+        for limit in _constants(module, "limit", "clamp", "beta", "softcap")
+        if limit < 1e4
+        for f in (0.9, 1.1, 1.6)
     ]
     inner = torch.linspace(-9.0, 9.0, 37).tolist()
     return torch.tensor(sorted({*inner, *edges, *(-e for e in edges), 0.1, -0.1, 20.0, -20.0}), dtype=torch.float32)
