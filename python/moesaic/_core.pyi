@@ -229,14 +229,19 @@ class Checkpoint:
     def layers(self) -> list[LayerSpec]:
         """MoE layers in ascending order."""
 
-    def layer(self, index: int) -> LayerSpec: ...
+    def layer(self, index: int) -> LayerSpec:
+        """
+        The MoE layer of that number in the model. NotFound lists those there are.
+        """
 
-    def layer_bytes(self, index: int) -> int: ...
+    def layer_bytes(self, index: int) -> int:
+        """Bytes of all tensors of the layer's block, as stored."""
 
-    def problems(self) -> list[str]: ...
+    def problems(self) -> list[str]:
+        """What is odd but stops not every layer, in words; empty: nothing."""
 
     def read_tensor(self, name: str) -> Tensor:
-        """Any tensor of the files, copied."""
+        """Any tensor of the files, copied. NotFound names the nearest."""
 
 class TensorFile:
     """One safetensors file."""
@@ -406,7 +411,7 @@ class FusedMoE:
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, include_shared: bool = True, include_gate: bool = True, router_logits_dtype: str = 'F32', progress: Callable[[int, int], object] | None = None) -> FusedMoE:
         """
-        Loads one layer. quant: "as-is" computes what is stored, or the name of a scheme. progress is called with the bytes done and in all.
+        Loads one layer. quant: "as-is" computes what is stored, or the name of a scheme. device: "cpu", "cuda" or "cuda:N". max_tokens: rows that the workspace allows at once. num_threads: None is PyTorch's number where it is imported, else one per core. backend: one by its name, or it is refused. include_shared, include_gate: False where the caller computes shared experts, or brings logits or ids with every call. router_logits_dtype: what the gate rounds its fp32 sums to ("F32", "BF16", "F16"). progress is called with the bytes done and in all. Raises NotFound, MissingTensor, CorruptFile, Unsupported and the like, with the tensor or option in the text.
         """
 
     @staticmethod
@@ -417,7 +422,7 @@ class FusedMoE:
 
     def __call__(self, hidden_states: Any, *, router_logits: Any = None, topk_ids: Any = None, topk_weights: Any = None, input_ids: Any = None, padding_mask: Any = None, out: Any = None, shared_out: Any = None, stream: Any = None, trace: bool = False, copy: bool = False) -> Any:
         """
-        Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and a Trace. Give router_logits, or topk_ids and topk_weights, to replace the gate or the router.
+        Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and a Trace. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all others are contiguous. Instead of the gate: router_logits [..., E] F32, BF16 or F16. Instead of gate and router: topk_ids [..., k] I32, I64 or U32, -1 for no expert, and topk_weights [..., k] F32 (on a CPU BF16 or F16 too). input_ids [...] I32 (on a CPU I64 and U32 too): tokens, needed by layers that route by them, not read by others. padding_mask [...] Bool or U8: True is a row without a token, whose output is zero. out: as hidden_states, F32, BF16 or F16, overlapping nothing. shared_out [..., H]: takes the shared experts' part, which the output then lacks. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
         """
 
     @property
@@ -437,16 +442,20 @@ class FusedMoE:
         """
 
     @property
-    def experts_backend(self) -> str: ...
+    def experts_backend(self) -> str:
+        """Name of the kernels that run."""
 
     @property
-    def determinism(self) -> str: ...
+    def determinism(self) -> str:
+        """What the bits of a result depend on, in words."""
 
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """Of packed weights."""
 
     @property
-    def workspace_bytes(self) -> int: ...
+    def workspace_bytes(self) -> int:
+        """Held for calls of max_tokens rows."""
 
     def explain(self) -> list[Candidate]:
         """Every row of the catalogue, with the reason where it was refused."""
@@ -486,7 +495,7 @@ class RoutedExperts:
 
     def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None, stream: Any = None, copy: bool = False) -> Any:
         """
-        ids I32 or I64, -1: no expert; weights F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are.
+        Output of the same kind, dtype and shape as hidden_states [..., H], F32, BF16 or F16, whose rows may be strided. topk_ids [..., k] I32, I64 or U32, -1: no expert; topk_weights [..., k] F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are. out: as hidden_states, F32, BF16 or F16, overlapping nothing. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
         """
 
     @property
@@ -506,16 +515,20 @@ class RoutedExperts:
         """
 
     @property
-    def experts_backend(self) -> str: ...
+    def experts_backend(self) -> str:
+        """Name of the kernels that run."""
 
     @property
-    def determinism(self) -> str: ...
+    def determinism(self) -> str:
+        """What the bits of a result depend on, in words."""
 
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """Of packed weights."""
 
     @property
-    def workspace_bytes(self) -> int: ...
+    def workspace_bytes(self) -> int:
+        """Held for calls of max_tokens rows."""
 
     def explain(self) -> list[Candidate]:
         """Every row of the catalogue, with the reason where it was refused."""
@@ -529,14 +542,17 @@ class Router:
     Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).
     """
 
-    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None: ...
+    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None:
+        """
+        method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. scoring: softmax, sigmoid or sqrtsoftplus. correction_bias [E] F32: of scores, in the choice alone. expert_scale [E] F32: the last factor of a weight. hash_table [vocabulary, k] I32: experts of a token. All are copied.
+        """
 
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, num_threads: int | None = None, device: Any = 'cpu') -> Router: ...
 
     def __call__(self, router_logits: Any, *, hidden_states: Any = None, input_ids: Any = None, padding_mask: Any = None, stream: Any = None) -> tuple[Any, ...]:
         """
-        Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score.
+        Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score, of logits [..., E] F32, BF16 or F16, whose rows are M. hidden_states [..., H]: of a router with identity experts, whose share of the output [M, H] F32 is then the third. input_ids [...]: needed by hash, not read by others. padding_mask [...] Bool or U8: True is a row with ids -1 and weights 0.
         """
 
     @property
@@ -548,12 +564,18 @@ class Router:
 class GateLinear:
     """Hidden states to router logits, accumulated in fp32."""
 
-    def __init__(self, weight: Any, bias: Any = None, *, logits_dtype: str = 'F32', force_fp32_compute: bool = True, num_threads: int | None = None, device: Any = 'cpu') -> None: ...
+    def __init__(self, weight: Any, bias: Any = None, *, logits_dtype: str = 'F32', force_fp32_compute: bool = True, num_threads: int | None = None, device: Any = 'cpu') -> None:
+        """
+        weight [E, H] and bias [E], F32, BF16 or F16, are copied. logits_dtype: "F32", "BF16" or "F16". force_fp32_compute: False rounds the sums to the weight's dtype first.
+        """
 
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, num_threads: int | None = None, device: Any = 'cpu') -> GateLinear: ...
 
-    def __call__(self, hidden_states: Any, *, stream: Any = None) -> Any: ...
+    def __call__(self, hidden_states: Any, *, stream: Any = None) -> Any:
+        """
+        Logits [M, E] of logits_dtype, of hidden states [..., H] F32, BF16 or F16.
+        """
 
     @property
     def num_experts(self) -> int: ...
@@ -573,7 +595,7 @@ def quant_schemes() -> list[str]:
 
 def apply_activation(activation: str | Activation, x: Any, *, gate_up: str = 'gate_then_up', out: Any = None) -> Any:
     """
-    The activation of rows [rows, 2d] (gated) or [rows, d] in fp32, rounded once.
+    The activation of rows [rows, 2d] (gated, gate_up says how they lie) or [rows, d], F32, BF16 or F16, contiguous, in fp32, rounded once to out [rows, d].
     """
 
 def run_tool(argv: Sequence[str]) -> int:

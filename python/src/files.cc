@@ -134,18 +134,20 @@ void bind_files(nb::module_& m) {
           "MoE layers in ascending order.")
       .def(
           "layer", [](const Checkpoint& c, int index) { return unwrap(c.layer(index)); },
-          nb::arg("index"))
+          nb::arg("index"),
+          "The MoE layer of that number in the model. NotFound lists those there are.")
       .def(
           "layer_bytes",
           [](const Checkpoint& c, int index) {
             check(c.layer(index).status());
             return c.layer_bytes(index);
           },
-          nb::arg("index"))
-      .def("problems", &Checkpoint::problems)
+          nb::arg("index"), "Bytes of all tensors of the layer's block, as stored.")
+      .def("problems", &Checkpoint::problems,
+           "What is odd but stops not every layer, in words; empty: nothing.")
       .def("read_tensor", &read_tensor, nb::arg("name"),
            nb::sig("def read_tensor(self, name: str) -> Tensor"),
-           "Any tensor of the files, copied.");
+           "Any tensor of the files, copied. NotFound names the nearest.");
   nb::class_<TensorFile>(m, "TensorFile", "One safetensors file.")
       .def(
           "__init__",

@@ -83,9 +83,16 @@ void bind_fused_moe(nb::module_& m) {
               "backend: str | None = None, include_shared: bool = True, include_gate: bool = True, "
               "router_logits_dtype: str = 'F32', "
               "progress: collections.abc.Callable[[int, int], object] | None = None) -> FusedMoE"),
-      "Loads one layer. quant: \"as-is\" computes what is stored, or the name of a scheme. "
-      "progress is "
-      "called with the bytes done and in all.");
+      "Loads one layer. quant: \"as-is\" computes what is stored, or the name of a scheme. device: "
+      "\"cpu\", \"cuda\" or \"cuda:N\". max_tokens: rows that the workspace allows at once. "
+      "num_threads: None is PyTorch's number where it is imported, else one per core. backend: one "
+      "by its name, or it is refused. include_shared, include_gate: False where the caller "
+      "computes "
+      "shared experts, or brings logits or ids with every call. router_logits_dtype: what the gate "
+      "rounds its fp32 sums to (\"F32\", \"BF16\", \"F16\"). progress is called with the bytes "
+      "done and in all. Raises NotFound, MissingTensor, CorruptFile, Unsupported and the like, "
+      "with "
+      "the tensor or option in the text.");
   fused.def_static(
       "from_loader", &fused_from_loader, nb::arg("loader"), nb::kw_only(),
       nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,
@@ -112,8 +119,17 @@ void bind_fused_moe(nb::module_& m) {
           "shared_out: typing.Any = None, stream: typing.Any = None, trace: bool = False, "
           "copy: bool = False) -> typing.Any"),
       "Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and "
-      "a Trace. Give router_logits, or topk_ids and topk_weights, to replace the gate or the "
-      "router.");
+      "a Trace. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all others are "
+      "contiguous. Instead of the gate: router_logits [..., E] F32, BF16 or F16. Instead of gate "
+      "and router: topk_ids [..., k] I32, I64 or U32, -1 for no expert, and topk_weights [..., k] "
+      "F32 (on a CPU BF16 or F16 too). input_ids [...] I32 (on a CPU I64 and U32 too): tokens, "
+      "needed by layers that route by them, not read by others. padding_mask [...] Bool or U8: "
+      "True "
+      "is a row without a token, whose output is zero. out: as hidden_states, F32, BF16 or F16, "
+      "overlapping nothing. shared_out [..., H]: takes the shared experts' part, which the output "
+      "then lacks. stream: of a call on a GPU, which without it is put on the framework's current "
+      "one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, "
+      "InvalidDType, InvalidLayout, InvalidArgument and Aliasing.");
   bind_common(fused);
 }
 

@@ -76,10 +76,17 @@ void bind_common(nanobind::class_<T>& c) {
       .def_prop_ro(
           "bound", [](const T& l) { return l.layer.quant().output_bound; },
           "Upper bound of the relative L2 error against float64 on the same stored weights.")
-      .def_prop_ro("experts_backend", [](const T& l) { return l.layer.experts_backend(); })
-      .def_prop_ro("determinism", [](const T& l) { return l.layer.determinism(); })
-      .def_prop_ro("weight_bytes", [](const T& l) { return l.layer.weight_bytes(); })
-      .def_prop_ro("workspace_bytes", [](const T& l) { return l.layer.workspace_bytes(); })
+      .def_prop_ro(
+          "experts_backend", [](const T& l) { return l.layer.experts_backend(); },
+          "Name of the kernels that run.")
+      .def_prop_ro(
+          "determinism", [](const T& l) { return l.layer.determinism(); },
+          "What the bits of a result depend on, in words.")
+      .def_prop_ro(
+          "weight_bytes", [](const T& l) { return l.layer.weight_bytes(); }, "Of packed weights.")
+      .def_prop_ro(
+          "workspace_bytes", [](const T& l) { return l.layer.workspace_bytes(); },
+          "Held for calls of max_tokens rows.")
       .def(
           "explain", [](const T& l) { return l.layer.explain(); },
           "Every row of the catalogue, with the reason where it was refused.")

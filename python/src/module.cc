@@ -123,7 +123,8 @@ NB_MODULE(_core, m) {
         nb::arg("gate_up") = "gate_then_up", nb::arg("out").none() = nb::none(),
         nb::sig("def apply_activation(activation: str | Activation, x: typing.Any, *, "
                 "gate_up: str = 'gate_then_up', out: typing.Any = None) -> typing.Any"),
-        "The activation of rows [rows, 2d] (gated) or [rows, d] in fp32, rounded once.");
+        "The activation of rows [rows, 2d] (gated, gate_up says how they lie) or [rows, d], F32, "
+        "BF16 or F16, contiguous, in fp32, rounded once to out [rows, d].");
   m.def("run_tool", &run_tool, nb::arg("argv"), "The command-line tool; returns its exit code.");
   m.def(
       "raise_status",

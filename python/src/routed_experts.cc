@@ -292,9 +292,14 @@ void bind_routed_experts(nb::module_& m) {
       nb::sig("def __call__(self, hidden_states: typing.Any, topk_ids: typing.Any, "
               "topk_weights: typing.Any, *, out: typing.Any = None, stream: typing.Any = None, "
               "copy: bool = False) -> typing.Any"),
-      "ids I32 or I64, -1: no expert; weights F32 (on a CPU BF16 or F16 too), final: they "
-      "multiply "
-      "the expert rows as they are.");
+      "Output of the same kind, dtype and shape as hidden_states [..., H], F32, BF16 or F16, whose "
+      "rows may be strided. topk_ids [..., k] I32, I64 or U32, -1: no expert; topk_weights [..., "
+      "k] "
+      "F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are. out: as "
+      "hidden_states, F32, BF16 or F16, overlapping nothing. stream: of a call on a GPU, which "
+      "without it is put on the framework's current one. copy: host tensors may go to a layer on a "
+      "GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and "
+      "Aliasing.");
   bind_common(routed);
 }
 

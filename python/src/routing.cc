@@ -217,20 +217,30 @@ void bind_routing_stages(nb::module_& m) {
                   "topk_group: int = 1, routed_scaling_factor: float = 1.0, "
                   "correction_bias: typing.Any = None, expert_scale: typing.Any = None, "
                   "hash_table: typing.Any = None, num_threads: int | None = None, "
-                  "device: typing.Any = 'cpu') -> None"))
+                  "device: typing.Any = 'cpu') -> None"),
+          "method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; "
+          "zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. "
+          "scoring: softmax, sigmoid or sqrtsoftplus. correction_bias [E] F32: of scores, in the "
+          "choice alone. expert_scale [E] F32: the last factor of a weight. hash_table "
+          "[vocabulary, k] I32: experts of a token. All are copied.")
       .def_static("from_checkpoint", &router_from_checkpoint, nb::arg("checkpoint"),
                   nb::arg("layer"), nb::kw_only(), nb::arg("num_threads").none() = nb::none(),
                   nb::arg("device").none() = "cpu",
                   nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, "
                           "num_threads: int | None = None, device: typing.Any = 'cpu') -> Router"))
-      .def("__call__", &route, nb::arg("router_logits"), nb::kw_only(),
-           nb::arg("hidden_states").none() = nb::none(), nb::arg("input_ids").none() = nb::none(),
-           nb::arg("padding_mask").none() = nb::none(), nb::arg("stream").none() = nb::none(),
-           nb::sig(
-               "def __call__(self, router_logits: typing.Any, *, hidden_states: typing.Any = None, "
-               "input_ids: typing.Any = None, padding_mask: typing.Any = None, "
-               "stream: typing.Any = None) -> tuple[typing.Any, ...]"),
-           "Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score.")
+      .def(
+          "__call__", &route, nb::arg("router_logits"), nb::kw_only(),
+          nb::arg("hidden_states").none() = nb::none(), nb::arg("input_ids").none() = nb::none(),
+          nb::arg("padding_mask").none() = nb::none(), nb::arg("stream").none() = nb::none(),
+          nb::sig(
+              "def __call__(self, router_logits: typing.Any, *, hidden_states: typing.Any = None, "
+              "input_ids: typing.Any = None, padding_mask: typing.Any = None, "
+              "stream: typing.Any = None) -> tuple[typing.Any, ...]"),
+          "Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score, of logits "
+          "[..., E] F32, BF16 or F16, whose rows are M. hidden_states [..., H]: of a router with "
+          "identity experts, whose share of the output [M, H] F32 is then the third. input_ids "
+          "[...]: needed by hash, not read by others. padding_mask [...] Bool or U8: True is a row "
+          "with ids -1 and weights 0.")
       .def_prop_ro("name", [](const RouterObject& r) { return r.router.name(); })
       .def_prop_ro("routing", [](const RouterObject& r) { return r.router.spec(); });
   nb::class_<GateObject>(m, "GateLinear", "Hidden states to router logits, accumulated in fp32.")
@@ -239,7 +249,10 @@ void bind_routing_stages(nb::module_& m) {
            nb::arg("num_threads").none() = nb::none(), nb::arg("device").none() = "cpu",
            nb::sig("def __init__(self, weight: typing.Any, bias: typing.Any = None, *, "
                    "logits_dtype: str = 'F32', force_fp32_compute: bool = True, "
-                   "num_threads: int | None = None, device: typing.Any = 'cpu') -> None"))
+                   "num_threads: int | None = None, device: typing.Any = 'cpu') -> None"),
+           "weight [E, H] and bias [E], F32, BF16 or F16, are copied. logits_dtype: \"F32\", "
+           "\"BF16\" or \"F16\". force_fp32_compute: False rounds the sums to the weight's dtype "
+           "first.")
       .def_static(
           "from_checkpoint", &gate_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
           nb::kw_only(), nb::arg("num_threads").none() = nb::none(),
@@ -249,7 +262,8 @@ void bind_routing_stages(nb::module_& m) {
       .def("__call__", &gate_forward, nb::arg("hidden_states"), nb::kw_only(),
            nb::arg("stream").none() = nb::none(),
            nb::sig("def __call__(self, hidden_states: typing.Any, *, stream: typing.Any = None) -> "
-                   "typing.Any"))
+                   "typing.Any"),
+           "Logits [M, E] of logits_dtype, of hidden states [..., H] F32, BF16 or F16.")
       .def_prop_ro("num_experts", [](const GateObject& g) { return g.gate.num_experts(); })
       .def_prop_ro("hidden_size", [](const GateObject& g) { return g.gate.hidden_size(); });
 }
