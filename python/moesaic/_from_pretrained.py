@@ -113,7 +113,12 @@ def from_pretrained(
         if hf.get(name) is not None:
             raise Unsupported(f"{name}: got {hf[name]!r}, need None: experts are on one device, as stored")
     levels: Any = importlib.import_module("moesaic.transformers")  # which imports this module
-    folder = _resolve(os.fspath(model_id), revision, local_files_only)
+    given: dict[str, Any] = {
+        name: hf[name] for name in ("cache_dir", "force_download", "token") if hf.get(name) is not None
+    }
+    given["allow_patterns"] = [*_FILES, "*.py"] if hf.get("trust_remote_code") else _FILES
+    folder = _resolve(os.fspath(model_id), revision, local_files_only, given)
+    folder = os.path.join(folder, hf.pop("subfolder", None) or "")
     checkpoint = moesaic.Checkpoint(folder)
     layers = [spec.layer for spec in checkpoint.layers]
     if not layers:
@@ -151,8 +156,8 @@ def from_pretrained(
     return model
 
 
-def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str:
-    """A local folder with the files of a model."""
+def _resolve(model_id: str, revision: str | None, local_files_only: bool, given: dict[str, Any]) -> str:
+    """A local folder with the files of a model. given: what else the hub is asked with."""
     path = os.path.expanduser(model_id)
     if os.path.isdir(path):
         return path
@@ -164,9 +169,7 @@ def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str
     if os.path.isabs(path) or model_id.startswith(("~", "./", "../")):  # none is a name on the hub
         raise NotFound(f"{model_id}: no such folder")
     hub: Any = importlib.import_module("huggingface_hub")
-    return str(
-        hub.snapshot_download(model_id, revision=revision, local_files_only=local_files_only, allow_patterns=_FILES)
-    )
+    return str(hub.snapshot_download(model_id, revision=revision, local_files_only=local_files_only, **given))
 
 
 # Arguments of transformers' that its classes of configurations would take as theirs.
@@ -177,7 +180,6 @@ _NOT_OF_CONFIGURATIONS = (
     "dtype",
     "force_download",
     "proxies",
-    "subfolder",
     "token",
     "trust_remote_code",
 )

@@ -458,3 +458,26 @@ def test_a_missing_folder_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
             from_pretrained(path, progress=False)
     monkeypatch.setenv("HOME", str(MODELS))
     assert from_pretrained("~/mini-qwen3-moe", progress=False).moesaic_report.rows
+
+
+def test_the_hub_is_asked_with_what_transformers_would_ask_it(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(name, **named):
+        asked[name] = named
+        return str(MODELS)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    options = {"token": "secret", "cache_dir": str(tmp_path), "force_download": True}
+    model = from_pretrained("someone/models", revision="v2", subfolder="mini-qwen3-moe", progress=False, **options)
+    assert [row.module for row in model.moesaic_report.rows] == ["model.layers.1.mlp.experts"]
+    got = asked["someone/models"]
+    assert {key: got[key] for key in (*options, "revision", "local_files_only")} == {
+        **options,
+        "revision": "v2",
+        "local_files_only": False,
+    }
+    assert "*.safetensors" in got["allow_patterns"] and "*.py" not in got["allow_patterns"]
+    from_pretrained("someone/models", subfolder="mini-qwen3-moe", trust_remote_code=True, progress=False)
+    assert {"*.safetensors", "*.py"} <= set(asked["someone/models"]["allow_patterns"])
+    assert not {"token", "cache_dir", "force_download"} & set(asked["someone/models"])
