@@ -1,7 +1,7 @@
 """Pictures of which experts a text uses. Needs matplotlib (`pip install moesaic[plot]`).
 
-    load = moesaic.plot.record(model, input_ids)          # a model of transformers, whoever
-    computes it moesaic.plot.expert_load(load, labels=tokens).savefig("load.png")
+    load = moesaic.plot.record(model, input_ids)  # a model of transformers, whoever computes it
+    moesaic.plot.expert_load(load, labels=tokens).savefig("load.png")
 
 or, for a checkpoint that is loaded with its experts on Moesaic:
 
