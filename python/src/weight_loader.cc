@@ -195,6 +195,16 @@ MoeLayerWeights finish(LoaderObject* self, const FusedMoE::Options& options,
     MoeLayerFormat format{spec_of(self->finished->spec, options), self->finished->shared_quant};
     const Tensor& gate = self->finished->tensors.gate_weight;
     if (gate.present()) format.gate_dtype = gate.dtype();
+    // Of a loader of experts alone, which stays as it is for RoutedExperts.
+    if (options.include_gate && !gate.present()) {
+      return Status(StatusCode::kInvalidArgument,
+                    "include_gate: got True, but the loader has experts alone, need False and the "
+                    "routing with every call");
+    }
+    if (format.spec.shared.intermediate_size > 0 && !self->finished->shared) {
+      return Status(StatusCode::kInvalidArgument,
+                    "include_shared: got True, but the loader has experts alone, need False");
+    }
     MOESAIC_RETURN_IF_ERROR(check_options(format, options).status());
     MoeLayerWeights weights = std::move(*self->finished);
     self->finished.reset();

@@ -10,7 +10,7 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import OwnExperts, hidden_states, layer_of, rel_l2
+from conftest import MODELS, OwnExperts, hidden_states, layer_of, rel_l2
 
 import moesaic
 
@@ -88,6 +88,25 @@ def test_a_loader_keeps_its_weights_where_options_are_refused(qwen3: pathlib.Pat
         )
     )
     assert loader.missing() != [] and loader.bytes == 0
+
+
+@pytest.mark.parametrize("model", ["mini-qwen3-moe", "mini-deepseek-v3"])
+def test_a_loader_of_experts_alone_stays_for_routed_experts(model: str) -> None:
+    checkpoint = moesaic.Checkpoint(MODELS / model)
+    loader = moesaic.WeightLoader.from_checkpoint(checkpoint, 1, experts_only=True)
+    loader.load_weights((name, checkpoint.read_tensor(name)) for name in loader.missing())
+    with pytest.raises(moesaic.InvalidArgument, match="^include_gate: got True, but the loader has experts alone"):
+        moesaic.FusedMoE.from_loader(loader)
+    if checkpoint.layer(1).shared_intermediate_size > 0:
+        with pytest.raises(
+            moesaic.InvalidArgument, match="^include_shared: got True, but the loader has experts alone"
+        ):
+            moesaic.FusedMoE.from_loader(loader, include_gate=False)
+    held = loader.bytes
+    assert held > 0 and loader.missing() == []
+    x, ids, weights = _inputs(checkpoint)
+    made = moesaic.RoutedExperts.from_loader(loader)(x, ids, weights)
+    assert np.array_equal(made, moesaic.RoutedExperts.from_checkpoint(checkpoint, 1)(x, ids, weights))
 
 
 def _inputs(checkpoint: moesaic.Checkpoint) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
