@@ -69,7 +69,7 @@ class TensorArg {
   bool present_ = false, read_only_ = false;
   TensorView view_;
   nanobind::handle object_;
-  nanobind::object interface_;  // NumPy's scalars make memory for it, which it keeps
+  nanobind::object interface_;  // NumPy's scalars (before 2.5) make memory that it keeps
   const DlExchange* api_ = nullptr;
   std::unique_ptr<DlManagedVersioned, Release> versioned_;
   std::unique_ptr<DlManaged, Release> managed_;

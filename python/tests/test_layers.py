@@ -517,7 +517,7 @@ def test_subclasses_of_numpys_arrays(own: OwnExperts) -> None:
 
 
 class LikeScalar:
-    """As NumPy's scalars: a copy for each question, which only the answer keeps alive."""
+    """As NumPy's scalars before 2.5: a copy for each question, which only the answer keeps alive."""
 
     def __init__(self, value: np.ndarray) -> None:
         self.value, self.dtype = value, value.dtype
@@ -544,7 +544,6 @@ class SpoiledAtTheEnd:
 def test_memory_that_only_the_array_interface_keeps_lives_as_long_as_the_call(own: OwnExperts) -> None:
     layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
     want = layer(own.x, own.ids, own.weights)
-    assert "__ref" in np.float32(1).__array_interface__  # what this is like
     kept.clear()
     assert np.array_equal(layer(LikeScalar(own.x), LikeScalar(own.ids), LikeScalar(own.weights)), want)
     own_layer = moesaic.RoutedExperts.from_tensors(LikeScalar(own.w13), LikeScalar(own.w2), own.top_k)
