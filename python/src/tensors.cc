@@ -57,12 +57,32 @@ const TypeRow* row_of(DType dtype) {
   return nullptr;
 }
 
-// The exchange table of a type, null where it has none. Types are kept: a table lives as long as the
-// process, and so do the few types of tensors that a program has.
+// The exchange tables of types, null where there is none. A type that dies is forgotten: one that was
+// kept would keep its module, and what that has.
+struct KnownType {
+  const DlExchange* table;
+  PyObject* watch;  // a weak reference
+};
+std::unordered_map<PyTypeObject*, KnownType>& known_types() {
+  static auto* const types = new std::unordered_map<PyTypeObject*, KnownType>;
+  return *types;
+}
+
+PyObject* forget_type(PyObject* /*module*/, PyObject* watch) {
+  for (auto at = known_types().begin(); at != known_types().end(); ++at) {
+    if (at->second.watch != watch) continue;
+    known_types().erase(at);
+    Py_DECREF(watch);
+    break;
+  }
+  Py_RETURN_NONE;
+}
+
 const DlExchange* table_of(nb::handle object) {
-  static auto* const tables = new std::unordered_map<PyTypeObject*, const DlExchange*>;
   PyTypeObject* const type = Py_TYPE(object.ptr());
-  if (const auto found = tables->find(type); found != tables->end()) return found->second;
+  if (const auto found = known_types().find(type); found != known_types().end()) {
+    return found->second.table;
+  }
   const DlExchange* table = nullptr;
   const nb::handle type_object(reinterpret_cast<PyObject*>(type));
   if (nb::hasattr(type_object, "__dlpack_c_exchange_api__")) {
@@ -72,8 +92,12 @@ const DlExchange* table_of(nb::handle object) {
     table = static_cast<const DlExchange*>(p);
     while (table != nullptr && table->version.major != 1) table = table->previous;
   }
-  Py_INCREF(type_object.ptr());
-  tables->emplace(type, table);
+  static PyMethodDef forget = {"forget_type", forget_type, METH_O, nullptr};
+  const nb::object forgets = nb::steal(PyCFunction_NewEx(&forget, nullptr, nullptr));
+  PyObject* const watch = PyWeakref_NewRef(type_object.ptr(), forgets.ptr());
+  if (watch == nullptr) throw nb::python_error();
+  if (MOESAIC_FAULT(python_types_kept)) Py_INCREF(type_object.ptr());
+  known_types().emplace(type, KnownType{table, watch});
   return table;
 }
 
@@ -126,7 +150,7 @@ bool is_numpy(nb::handle object) {
 
 // An array of numpy.ma hands over its values and not which of them count.
 void check_not_masked(std::string_view field, nb::handle object) {
-  static PyTypeObject* plain = nullptr;  // numpy.ndarray, once seen: it is asked nothing, and kept
+  static PyTypeObject* plain = nullptr;  // numpy.ndarray itself, once seen: it is asked nothing
   PyTypeObject* const type = Py_TYPE(object.ptr());
   if (type == plain) return;
   if (nb::hasattr(object, "mask") && nb::hasattr(object, "filled")) {
@@ -134,7 +158,9 @@ void check_not_masked(std::string_view field, nb::handle object) {
           fmt::format("{}: got a {}, whose mask would be ignored, need filled() of it", field,
                       class_name(object)));
   }
-  if (plain == nullptr && is_numpy(object)) {
+  if (plain != nullptr || !is_numpy(object)) return;
+  const nb::object array = nb::module_::import_("numpy").attr("ndarray");
+  if (reinterpret_cast<PyObject*>(type) == array.ptr()) {
     Py_INCREF(reinterpret_cast<PyObject*>(type));
     plain = type;
   }

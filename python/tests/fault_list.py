@@ -22,6 +22,7 @@ BINDING = {
     "python_export_error_as_is": ("test_torch.py", "without_memory"),
     "python_dlpack_strides_ignored": ("test_torch.py", "in_place"),
     "python_fp4_pairs_halved": ("test_torch.py", "pairs_of_four"),
+    "python_types_kept": ("test_package.py", "class_of_tensors"),
     "python_interface_dropped": ("test_layers.py", "array_interface_keeps"),
     "python_array_strides_ignored": ("test_layers.py", "strided or arrangements"),
     "python_read_only_written": ("test_layers.py", "misuse"),

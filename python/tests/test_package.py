@@ -39,6 +39,33 @@ def test_no_object_of_the_extension_is_leaked(qwen3: pathlib.Path) -> None:
     assert "leaked" in run.stderr, "nothing would be said"
 
 
+@pytest.mark.parametrize(
+    "kind", ["class Mine(np.ndarray): pass", "class Mine:\n    def __init__(self, a): self.__dlpack__ = a.__dlpack__"]
+)
+def test_a_callers_class_of_tensors_is_not_kept(kind: str) -> None:
+    """Nor, with it, the module that it is from and what that has."""
+    code = f"""
+import moesaic, numpy as np, gc, weakref
+gate = moesaic.GateLinear(np.ones((8, 16), np.float32))
+{kind}
+x = np.ones((3, 16), np.float32)
+x = x.view(Mine) if issubclass(Mine, np.ndarray) else Mine(x)
+gate(x)
+def made():
+    kept = type("Kept", (Mine,), {{}})
+    gate(x.view(kept) if issubclass(kept, np.ndarray) else kept(np.ones((3, 16), np.float32)))
+    return weakref.ref(kept)
+types = [made() for _ in range(100)]
+gc.collect()
+assert not [one for one in types if one() is not None]
+for _ in range(3):
+    made()  # a new type where an old one was
+    gate(x)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "leaked" not in run.stderr, run.stderr
+
+
 @pytest.mark.parametrize("model", ["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"])
 def test_the_tool_of_the_package_verifies_the_bundled_models(model: str) -> None:
     run = subprocess.run(
