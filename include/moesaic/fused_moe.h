@@ -339,8 +339,8 @@ class FusedMoE {
   // Calls on one layer exclude each other by a lock on its workspace.
   // Over ranks: M may differ between ranks and be zero, but ranks of one tensor-parallel group
   // without sequence parallelism pass the same rows. A rank that refuses its arguments makes the
-  // call fail on all (kInvalidArgument names it); a lost or late rank is the communicator's
-  // kDevice.
+  // call fail on all (kInvalidArgument names it, and its reason); a lost or late rank is the
+  // communicator's kDevice.
   // On a GPU, over ranks: gate, router and experts are the device's; a communicator that moves
   // memory of that device (NCCL) moves rows directly, any other through host memory. kUnsupported:
   // kPerSlot with kGather where ranks have the same rows.

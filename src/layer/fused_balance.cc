@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/guarded.h"
 #include "core/refusal.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
@@ -56,14 +57,14 @@ Status FusedMoE::set_eplb_state(const EplbState& state,
   Result<ExpertMaps> maps = balancer.check_state(state, physical_to_logical);
   if (impl_->mesh && !MOESAIC_FAULT(eplb_ranks_may_have_other_maps)) {
     // Rows go by the maps of the rank that they come from, to weights of another.
-    const std::int64_t value =
-        maps.ok()
-            ? layer::fingerprint_of(fmt::format(
-                  "{} {} {}", fmt::join(maps->logical_to_physical, ","),
-                  fmt::join(maps->replica_count, ","), fmt::join(maps->physical_to_logical, ",")))
-            : 0;
-    MOESAIC_RETURN_IF_ERROR(layer::agree(
-        *impl_->mesh->world(), "eplb", maps.ok() ? Status() : maps.status(), value, "other maps"));
+    const Result<std::int64_t> value = without_exceptions("eplb", [&]() -> Result<std::int64_t> {
+      MOESAIC_RETURN_IF_ERROR(maps.status());
+      return layer::fingerprint_of(fmt::format(
+          "{} {} {}", fmt::join(maps->logical_to_physical, ","),
+          fmt::join(maps->replica_count, ","), fmt::join(maps->physical_to_logical, ",")));
+    });
+    MOESAIC_RETURN_IF_ERROR(layer::agree(*impl_->mesh->world(), "eplb", value.status(),
+                                         value.ok() ? *value : 0, "other maps"));
   }
   if (!maps.ok()) return maps.status();
   return balancer.set_state(std::move(maps).value(), state);
@@ -87,14 +88,15 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
     MOESAIC_RETURN_IF_ERROR(begun);
     return make_room(nullptr);
   }
-  std::string sizes;
-  if (parts.ok()) {
+  const Result<std::int64_t> value = without_exceptions("rearrange", [&]() -> Result<std::int64_t> {
+    MOESAIC_RETURN_IF_ERROR(begun);
+    std::string sizes;
     for (const ExpertPart& part : *parts)
       sizes += fmt::format(" {} {}", part.name, part.rows.dim(1));
-  }
+    return layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes));
+  });
   Status agreed =
-      layer::agree(*impl_->mesh->world(), "rearrange", begun,
-                   layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)),
+      layer::agree(*impl_->mesh->world(), "rearrange", value.status(), value.ok() ? *value : 0,
                    "another placement wanted, or other weights,");
   if (!agreed.ok()) {
     if (!was_in_flight) balancer.drop();
@@ -121,12 +123,13 @@ Result<std::vector<std::int32_t>> FusedMoE::plan_rebalance(std::span<const doubl
 
 Status FusedMoE::begin_rebalance(int num_nodes) {
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> load, measured_load());
-  const Result<std::vector<std::int32_t>> wanted = plan_rebalance(load, num_nodes);
+  const Result<std::vector<std::int32_t>> wanted =
+      without_exceptions("rebalance", [&] { return plan_rebalance(load, num_nodes); });
   if (wanted.ok()) return begin_rearrange(*wanted);
   if (!impl_->mesh || MOESAIC_FAULT(eplb_others_wait_for_a_refused_plan)) return wanted.status();
   // The others may be in begin_rearrange.
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  return layer::agree(*impl_->mesh->world(), "rearrange", wanted.status(), 0);
+  return layer::agree(*impl_->mesh->world(), "rearrange", wanted.status(), 0, {});
 }
 
 Result<bool> FusedMoE::continue_rearrange(std::int64_t max_transfers) {

@@ -161,8 +161,9 @@ Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
   const std::lock_guard<std::mutex> lock(m.mutex);
   if (!checked.ok() && MOESAIC_FAULT(layer_others_wait_for_a_refused_sum)) return checked.status();
   const std::int64_t count = checked.ok() ? *checked : 0;
-  MOESAIC_RETURN_IF_ERROR(layer::agree(*m.mesh->replicas(), "maybe_all_reduce",
-                                       checked.ok() ? Status() : checked.status(), count));
+  MOESAIC_RETURN_IF_ERROR(layer::agree(*m.mesh->replicas(), "maybe_all_reduce", checked.status(),
+                                       count, "another number of elements",
+                                       m.mesh->replica_ranks()));
   if (x.dtype == DType::kF32) {
     return m.mesh->reduce_replicas({x.as<float>(), static_cast<std::size_t>(count)});
   }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "layer/engine.h"
 #include "layer/fused_plan.h"
@@ -24,7 +25,10 @@ struct FusedMoE::Impl {
 
   static Result<std::unique_ptr<Impl>> build(MoeLayerWeights weights, const Options& options);
   // What all ranks must have in common.
-  std::int64_t fingerprint() const;
+  std::vector<layer::Fact> facts() const;
+  // Whether the layers that all ranks of `world` (null: this one alone) have made go together. On this
+  // one it may have failed.
+  static Status agree(Communicator* world, const Result<std::unique_ptr<Impl>>& made);
   // Everything of update_expert_map but the agreement with the other ranks: what this layer would be
   // in that world. Leaves this one as it is.
   Result<std::unique_ptr<Impl>> in_world(const World& world, ExpertSource& experts) const;

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/guarded.h"
 #include "layer/fused_impl.h"
 #include "moesaic/interop/parallel.h"
 
@@ -36,19 +37,15 @@ Result<MoeLayerWeights> load(const Checkpoint& checkpoint, int layer,
 
 Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int layer,
                                            const Options& options) {
-  const auto fail = [&](const Status& status) {
-    // The other ranks wait in create.
-    return options.ranks.communicator
-               ? layer::agree(*options.ranks.communicator, "layer", status, 0)
-               : status;
-  };
-  const Result<MoeLayerSpec> spec = checkpoint.layer(layer);
-  if (!spec.ok()) return fail(spec.status());
-  const Result<Options> settled = with_placement(*spec, options);
-  if (!settled.ok()) return fail(settled.status());
-  Result<MoeLayerWeights> weights = load(checkpoint, layer, *settled);
-  if (!weights.ok()) return fail(weights.status());
-  return create(std::move(weights).value(), *settled);
+  Options settled = options;
+  Result<MoeLayerWeights> weights = without_exceptions("layer", [&]() -> Result<MoeLayerWeights> {
+    MOESAIC_ASSIGN_OR_RETURN(const MoeLayerSpec spec, checkpoint.layer(layer));
+    MOESAIC_ASSIGN_OR_RETURN(settled, with_placement(spec, options));
+    return load(checkpoint, layer, settled);
+  });
+  if (weights.ok()) return create(std::move(weights).value(), settled);
+  // The other ranks wait in create.
+  return Impl::agree(options.ranks.communicator.get(), weights.status());
 }
 
 }  // namespace moesaic

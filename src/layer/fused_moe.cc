@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/guarded.h"
 #include "cpu/tiers.h"
 #include "layer/fused_impl.h"
 #include "layer/layer_router.h"
@@ -122,39 +123,82 @@ Result<std::string> name_of_router(const layer::FusedPlan& plan) {
 }  // namespace
 
 Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& options) {
-  Result<std::unique_ptr<Impl>> impl = Impl::build(std::move(weights), options);
-  if (options.ranks.communicator) {
-    const std::int64_t value = impl.ok() ? (*impl)->fingerprint() : 0;
-    MOESAIC_RETURN_IF_ERROR(layer::agree(*options.ranks.communicator, "layer",
-                                         impl.ok() ? Status() : impl.status(), value));
-  }
-  if (!impl.ok()) return impl.status();
+  Result<std::unique_ptr<Impl>> impl =
+      without_exceptions("layer", [&] { return Impl::build(std::move(weights), options); });
+  MOESAIC_RETURN_IF_ERROR(Impl::agree(options.ranks.communicator.get(), impl));
   return FusedMoE(std::move(impl).value());
 }
 
-// What all ranks must have alike: each waits for the others where its own plan says so.
-std::int64_t FusedMoE::Impl::fingerprint() const {
+Status FusedMoE::Impl::agree(Communicator* world, const Result<std::unique_ptr<Impl>>& made) {
+  if (world == nullptr) return made.status();
+  const auto facts = without_exceptions("layer", [&]() -> Result<std::vector<layer::Fact>> {
+    MOESAIC_RETURN_IF_ERROR(made.status());
+    return (*made)->facts();
+  });
+  return without_exceptions("layer", [&] { return layer::agree_on(*world, "layer", facts); });
+}
+
+// What all ranks must have alike: each waits for the others where its own plan says so, and computes
+// experts for the others' rows.
+std::vector<layer::Fact> FusedMoE::Impl::facts() const {
   const ParallelConfig& p = options.parallel;
-  const std::string parts =
-      MOESAIC_FAULT(layer_ranks_may_have_other_parts)
-          ? ""
-          : fmt::format(" {} {} {} {} {} {} {} {} {}", plan.adds_shared, plan.has_shared,
-                        plan.has_input_transform, plan.has_output_transform, p.tp_size, p.ep_size,
-                        p.dp_size, p.pcp_size, p.sp_size);
-  return layer::fingerprint_of(
-      fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size, spec.intermediate_size,
-                  spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
-                  options.max_tokens, rank_transport_name(plan.ranks.transport),
-                  plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
-      fmt::format(" {} {} {} {} {} {} {} {} {}", plan.shared_slices, plan.ranks.leaves_sum,
-                  options.ranks.enable_eplb, options.ranks.dual_batch_tokens,
-                  plan.routed.num_experts,
-                  options.ranks.enable_eplb ? engine->experts_backend() : "",
-                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype),
-                  plan.ranks.pair_capacity) +
-      parts +
-      (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""
-                                                        : gate::describe(plan.logit_rounding())));
+  const RoutingSpec& r = spec.routing;
+  const ActivationSpec& a = spec.activation;
+  const auto text = [](const auto& value) { return fmt::format("{}", value); };
+  std::vector<layer::Fact> facts = {
+      {"layer", text(spec.layer)},
+      {"hidden_size", text(spec.hidden_size)},
+      {"intermediate_size", text(spec.intermediate_size)},
+      {"num_experts", text(spec.num_experts)},
+      {"top_k", text(plan.routing.top_k)},
+      {"routed hidden_size", text(plan.latent_size)},
+      {"quant", text(plan.quant.scheme.name)},
+      {"max_tokens", text(options.max_tokens)},
+      {"transport", text(rank_transport_name(plan.ranks.transport))},
+      {"reduction", plan.ranks.per_slot ? "per_slot" : "per_rank"},
+      {"placement", text(expert_placement_name(p.placement))},
+      {"slices of shared experts", text(plan.shared_slices)},
+      {"reduce_results", text(!plan.ranks.leaves_sum)},
+      {"enable_eplb", text(options.ranks.enable_eplb)},
+      {"dual_batch_tokens", text(options.ranks.dual_batch_tokens)},
+      {"slots of experts", text(plan.routed.num_experts)},
+      {"backend", options.ranks.enable_eplb ? text(engine->experts_backend()) : ""},
+      {"device", text(layer::engine_of(options.device).name)},
+      {"combine_dtype", text(dtype_name(plan.ranks.combine_dtype))},
+      {"pair_capacity", text(plan.ranks.pair_capacity)}};
+  if (!MOESAIC_FAULT(layer_ranks_may_have_other_parts)) {
+    facts.insert(facts.end(), {{"shared experts", text(plan.adds_shared)},
+                               {"own shared experts", text(plan.has_shared)},
+                               {"transform.input", text(plan.has_input_transform)},
+                               {"transform.output", text(plan.has_output_transform)},
+                               {"tp_size", text(p.tp_size)},
+                               {"ep_size", text(p.ep_size)},
+                               {"dp_size", text(p.dp_size)},
+                               {"pcp_size", text(p.pcp_size)},
+                               {"sp_size", text(p.sp_size)}});
+  }
+  if (!MOESAIC_FAULT(layer_ranks_may_round_differently)) {
+    facts.push_back({"router_logits_dtype", text(gate::describe(plan.logit_rounding()))});
+  }
+  if (!MOESAIC_FAULT(layer_ranks_may_compute_differently)) {
+    facts.insert(
+        facts.end(),
+        {{"activations", activation_text(plan.routed.quant)},
+         {"activation dtype", text(dtype_name(plan.routed.activation_dtype))},
+         {"activation", fmt::format("{} {} {} {} {}", activation_name(a.kind), a.limit, a.alpha,
+                                    a.beta, a.up_limit)},
+         {"weight on the input", text(spec.apply_router_weight_on_input)},
+         {"expert bias", text(spec.has_expert_bias)},
+         {"input_norm_eps", text(spec.input_norm_eps)},
+         {"routing",
+          fmt::format("{} {} {} {} {} {} {} {} {} {}", routing_method_name(r.method),
+                      scoring_func_name(r.scoring_func), r.num_zero_experts, r.renormalize,
+                      r.num_expert_group, r.topk_group, r.group_by_best_two, r.has_correction_bias,
+                      r.has_expert_scale, r.scale_on_output)},
+         {"routed_scaling_factor", text(r.routed_scaling_factor)},
+         {"eplb_window", options.ranks.enable_eplb ? text(options.ranks.eplb_window) : ""}});
+  }
+  return facts;
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,

@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "core/guarded.h"
 #include "core/refusal.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
@@ -52,14 +53,10 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::in_world(const World& wo
 
 Status FusedMoE::update_expert_map(const World& world, ExpertSource& experts) {
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  Result<std::unique_ptr<Impl>> next = impl_->in_world(world, experts);
-  if (world.communicator) {
-    // The agreement of create(), which ranks that are new take part in there.
-    MOESAIC_RETURN_IF_ERROR(layer::agree(*world.communicator, "layer",
-                                         next.ok() ? Status() : next.status(),
-                                         next.ok() ? (*next)->fingerprint() : 0));
-  }
-  if (!next.ok()) return next.status();
+  Result<std::unique_ptr<Impl>> next =
+      without_exceptions("update_expert_map", [&] { return impl_->in_world(world, experts); });
+  // The agreement of create(), which ranks that are new take part in there.
+  MOESAIC_RETURN_IF_ERROR(Impl::agree(world.communicator.get(), next));
   Impl& m = *impl_;
   Impl& n = **next;
   m.plan = std::move(n.plan);

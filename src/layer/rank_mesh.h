@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "layer/rank_plan.h"
 #include "moesaic/communicator.h"
@@ -14,9 +16,17 @@
 namespace moesaic::layer {
 
 // Whether `mine` is ok on all ranks and `value` (>= 0) the same. Otherwise every rank fails: with
-// its own reason, or with kInvalidArgument that names a rank.
+// its own reason, or with kInvalidArgument that names a rank and its reason, or what `differs`.
+//   names  of the ranks, where they are not those of `world`
 Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value,
-             std::string_view differs = "other options or another layer");
+             std::string_view differs, std::span<const int> names = {});
+// Whether all ranks have the same facts. Otherwise, and where a rank has a failure instead, as agree(),
+// with the first fact that differs.
+struct Fact {
+  std::string_view name;
+  std::string value;
+};
+Status agree_on(Communicator& world, std::string_view what, const Result<std::vector<Fact>>& facts);
 // A value for agree().
 std::int64_t fingerprint_of(std::string_view text);
 
@@ -54,6 +64,7 @@ class RankMesh {
   // Ranks with other rows than this one's, and ranks with the same.
   const std::shared_ptr<Communicator>& tokens() const { return tokens_; }
   const std::shared_ptr<Communicator>& replicas() const { return replicas_; }
+  std::span<const int> replica_ranks() const { return replica_ranks_; }  // their ranks in the world
   std::int64_t bytes_sent() const;
 
  private:
@@ -62,6 +73,7 @@ class RankMesh {
   std::shared_ptr<Communicator> world_;
   // Ranks with other rows, and ranks with the same.
   std::shared_ptr<Communicator> tokens_, replicas_;
+  std::vector<int> replica_ranks_;
   int engine_tp_ = 1;
   bool sequence_parallel_ = false;
 };

@@ -3,6 +3,8 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <thread>
+#include <vector>
 
 #include "layer/rank_case.h"
 #include "support/metrics.h"
@@ -64,12 +66,12 @@ void on_both(const std::function<Status(int, const std::shared_ptr<Communicator>
   for (int rank = 0; rank < 2; ++rank) check(rank, found[static_cast<std::size_t>(rank)]);
 }
 
-// Rank 1 has its own reason, the other is told of it.
+// Rank 1 has its own reason, the other is told it.
 void expect_told(int rank, const Status& status, StatusCode code, const char* field) {
   if (rank == 1) {
     expect_refusal(status, code, {field});
   } else {
-    expect_refusal(status, StatusCode::kInvalidArgument, {"rank 1 refused"});
+    expect_refusal(status, StatusCode::kInvalidArgument, {"rank 1 refused", field});
   }
 }
 
@@ -123,6 +125,67 @@ TEST(RankRefusals, ValuesOutsideTheirEnumerations) {
           expect_refusal(status, StatusCode::kInvalidArgument, {c.words});
         });
   }
+}
+
+// Nothing that the other rank waits for, or sees: it would compute something else for the rows of this one.
+TEST(RankRefusals, LayersThatWouldComputeDifferently) {
+  MoeLayerSpec spec = test::small_spec();
+  spec.quant = quant_scheme_from_name("fp8-block").value();
+  spec.hidden_size = spec.intermediate_size = 128;
+  test::LayerTensors tensors = test::make_tensors(53, spec);
+  struct Case {
+    const char* text;
+    std::function<void(MoeLayerSpec&, FusedMoE::Options&)> change;
+  };
+  for (const Case& c :
+       {Case{"layer is '4' there, '-1' here", [](auto&s, auto&) { s.layer = 4; }},
+        Case{"activations is 'F8_E4M3, a power of two per 128 columns' there",
+             [](auto&, auto&o) { o.activation_scales = ScaleFormat::kE8M0; }},
+        Case{"activation is 'silu 2.5", [](auto&s, auto&) { s.activation.limit = 2.5F; }},
+        Case{"routing is '", [](auto&s, auto&) { s.routing.renormalize = false; }},
+        Case{"routed_scaling_factor is '2.5' there, '1' here",
+             [](auto&s, auto&) { s.routing.routed_scaling_factor = 2.5; }},
+        Case{"eplb_window is '7' there, '1000' here",
+             [](auto&, auto&o) { o.ranks.eplb_window = 7; }},
+        Case{"max_tokens is '9' there, '8' here", [](auto&, auto&o) { ++o.max_tokens; }}}) {
+    on_both(
+        [&](int rank, const auto& world) -> Status {
+          FusedMoE::Options o = options_of(rank, 1, 2, RankTransport::kAllToAll, world);
+          o.ranks.enable_eplb = true;
+          MoeLayerWeights weights = tensors.weights();
+          if (rank == 1) c.change(weights.spec, o);
+          const Status refused = FusedMoE::create(std::move(weights), o).status();
+          EXPECT_TRUE(world->state().ok());  // nothing is broken
+          return refused;
+        },
+        [&](int rank, const Status& status) {
+          expect_refusal(status, StatusCode::kInvalidArgument, {"layer", "other options"});
+          if (rank == 0) expect_refusal(status, StatusCode::kInvalidArgument, {c.text});
+        });
+  }
+}
+
+TEST(RankRefusals, WhatOneRankRefusesIsToldByItsNumber) {
+  const test::LayerTensors tensors = test::make_tensors(51, test::small_spec());
+  auto ranks = make_in_process_communicators(4, {.timeout_ms = kPatienceMs}).value();
+  std::vector<Status> found(4);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 4; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto r = static_cast<std::size_t>(rank);
+      FusedMoE::Options o = options_of(rank, 2, 2, RankTransport::kGather,
+                                       std::shared_ptr<Communicator>(std::move(ranks[r])));
+      o.ranks.reduce_results = false;
+      const FusedMoE layer = std::move(test::maker_of(tensors)(o)).value();
+      Tensor y = Tensor::zeros(rank == 3 ? DType::kI32 : DType::kF32, {6, 64}).value();
+      found[r] = layer.maybe_all_reduce(y.view());
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  // Ranks 2 and 3 have the same rows; the others do not meet them.
+  EXPECT_TRUE(found[0].ok() && found[1].ok());
+  expect_refusal(found[2], StatusCode::kInvalidArgument, {"rank 3 refused: invalid_dtype: x"});
+  expect_refusal(found[3], StatusCode::kInvalidDType, {"x"});
 }
 
 // A caller's function that refuses or throws, on rank 1.

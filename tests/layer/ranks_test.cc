@@ -204,7 +204,8 @@ TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
     const Status second = layer->forward(good.view(), out.view());
     return second.ok() ? first : second;
   });
-  expect_refusal(status[0], StatusCode::kInvalidArgument, {"forward", "rank 1 refused"});
+  expect_refusal(status[0], StatusCode::kInvalidArgument,
+                 {"forward", "rank 1 refused: invalid_shape: hidden_states", "[2, 32]"});
   expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
 }
 

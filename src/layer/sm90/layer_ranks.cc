@@ -179,9 +179,9 @@ Status CudaLayer::sum_over_replicas(Stream stream, const TensorView& x) const {
       scope.status().ok() ? elements_of_sum(stream, x, m.device) : scope.status();
   const std::int64_t count = checked.ok() ? *checked : 0;
   const bool bf16 = x.dtype == DType::kBF16;
-  MOESAIC_RETURN_IF_ERROR(layer::agree(*m.mesh->replicas(), "maybe_all_reduce",
-                                       checked.ok() ? Status() : checked.status(),
-                                       2 * count + (bf16 ? 1 : 0)));
+  MOESAIC_RETURN_IF_ERROR(layer::agree(
+      *m.mesh->replicas(), "maybe_all_reduce", checked.status(), 2 * count + (bf16 ? 1 : 0),
+      "another number of elements, or another dtype,", m.mesh->replica_ranks()));
   if (MOESAIC_FAULT(cuda_layer_parts_stay_parts)) return {};
   // As much at once as there is room for; an element's sum does not depend on it.
   const std::int64_t most = m.max_tokens * m.plan.hidden_size;
