@@ -120,6 +120,7 @@ struct CpuEngine final : public LayerEngine {
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
   // The buffers of a call, of the first or the second of two that are under way.
   Result<CpuBuffers> buffers(int slot, std::int64_t rows) const;
+  Status kernel_failure(const Status& status) const;
   Result<Flight> depart(const FusedMoE::Args& args, int slot) const;
   Status compute(Flight& flight) const;
   Status arrive(Flight& flight) const;

@@ -76,6 +76,14 @@ Status CpuEngine::add_slots(const RoutedRows& r, const CpuBuffers& b) const {
   return {};
 }
 
+// A failure of the kernel. Where its rows are complete, all ranks hear of it in the kernel's own steps;
+// else some of them wait for this rank's part of a sum.
+Status CpuEngine::kernel_failure(const Status& status) const {
+  const Status named = status.with_context("experts");
+  const bool heard = plan.ranks.reduced || MOESAIC_FAULT(layer_others_wait_for_a_failed_kernel);
+  return heard ? named : mesh->give_up(named);
+}
+
 // Routes the rows of a call and sends those that this rank gives to the kernel on their way.
 Result<CpuEngine::Flight> CpuEngine::depart(const FusedMoE::Args& args, int slot) const {
   if (MOESAIC_FAULT(layer_batches_share_buffers)) slot = 0;
@@ -96,12 +104,12 @@ Result<CpuEngine::Flight> CpuEngine::depart(const FusedMoE::Args& args, int slot
       routed_args(f.rows, f.b, rows_of(args.output, f.given.first, f.given.count));
   if (!a.ok()) return mesh->give_up(a.status());
   Result<ModularKernel::Call> call = kernel->start(*a);
-  if (!call.ok()) return call.status().with_context("experts");
+  if (!call.ok()) return kernel_failure(call.status());
   f.call.emplace(std::move(call).value());
   return f;
 }
 
-Status CpuEngine::compute(Flight& f) const { return f.call->run_experts().with_context("experts"); }
+Status CpuEngine::compute(Flight& f) const { return kernel_failure(f.call->run_experts()); }
 
 // The shared experts work while the results of the routed ones travel.
 Status CpuEngine::arrive(Flight& f) const {
@@ -111,7 +119,7 @@ Status CpuEngine::arrive(Flight& f) const {
   // Whatever they did, this rank takes part in what the others wait in.
   const Status routed_status = f.call->finish();
   f.call.reset();
-  MOESAIC_RETURN_IF_ERROR(routed_status.with_context("experts"));
+  MOESAIC_RETURN_IF_ERROR(kernel_failure(routed_status));
   const Status finished = finish_routed(f.rows, f.b);
   if (MOESAIC_FAULT(layer_others_wait_for_a_failed_transform)) MOESAIC_RETURN_IF_ERROR(finished);
   MOESAIC_RETURN_IF_ERROR(mesh->give_up(finished));
