@@ -97,6 +97,10 @@ class Run(ToolTest):
         for model, placement in (("mini-deepseek-v3", "round_robin"), ("mini-qwen3-moe", "linear")):  # the one has groups
             value, _ = self.run_layer(model, "--ranks", 2, "--placement", "round_robin")
             self.assertEqual(value["parallel"]["placement"], placement, model)
+            load = value["expert_load"]
+            half = len(load) // 2
+            owned = [sum(load[::2]), sum(load[1::2])] if placement == "round_robin" else [sum(load[:half]), sum(load[half:])]
+            self.assertEqual([r["slots"] for r in value["per_rank"]], owned, model)
 
     def test_experts_move_between_ranks(self):
         one, out = self.run_layer("mini-deepseek-v3", "--quant", "f32")
@@ -205,7 +209,9 @@ class Run(ToolTest):
         base = ["--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", f"{path}:{name}", "--output", self.folder / "out"]
         for option, more in (("--tp", ["2"]), ("--transport", ["batched"]), ("--eplb", []), ("--pair-capacity", ["9"])):
             self.fails(USAGE, option, "without --ranks", arguments=["run", *base, option, *more])
+        self.fails(USAGE, "--timeout", "without --ranks", arguments=["run", *base, "--timeout", 5])
         self.fails(USAGE, "--tp: got 2", arguments=["run", *base, "--ranks", 1, "--tp", 2])
+        self.fails(USAGE, "--eplb: got it with 1 rank", arguments=["run", *base, "--ranks", 1, "--eplb"])
         self.json_of("run", *base, "--ranks", 1, "--transport", "batched", "--repeat", 1)
         shape = ["--shape", "8,2,64,32", "--tokens", 4]
         self.fails(USAGE, "--sp", arguments=["bench", *shape, "--stage", "layer", "--seconds", 0, "--sp"])

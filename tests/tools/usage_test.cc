@@ -131,6 +131,15 @@ TEST(Usage, OptionsOfRanksNeedRanks) {
   EXPECT_EQ(check_rank_options(options).code(), StatusCode::kInvalidArgument);
   options.ranks = 2;
   EXPECT_TRUE(check_rank_options(options).ok());
+  // Nobody waits, and no expert moves, on one rank.
+  RankOptions waits;
+  waits.timeout_s = 5;
+  EXPECT_NE(check_rank_options(waits).message().find("--timeout"), std::string::npos);
+  RankOptions moves;
+  moves.ranks = 1;
+  moves.eplb = true;
+  EXPECT_NE(check_rank_options(moves).message().find("--eplb: got it with 1 rank"),
+            std::string::npos);
 }
 
 int inspect(const std::string& folder) {

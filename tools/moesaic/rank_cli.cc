@@ -250,6 +250,10 @@ Status check_rank_options(const RankOptions& o) {
   if (wants_ranks(o) || MOESAIC_FAULT(cli_rank_options_of_one_rank)) return {};
   const RankOptions usual;
   if (o.ranks == 1 || launched_by_mpi()) {  // a world of one, in which most mean nothing
+    if (o.eplb) {
+      return {StatusCode::kInvalidArgument,
+              "--eplb: got it with 1 rank, need 2 or more between which experts move"};
+    }
     if (o.tp == usual.tp) return {};
     return {StatusCode::kInvalidArgument,
             fmt::format("--tp: got {}, need a divisor of the 1 ranks", o.tp)};
@@ -267,6 +271,7 @@ Status check_rank_options(const RankOptions& o) {
       {"--cut-shared", o.cut_shared != usual.cut_shared},
       {"--dual-batch-tokens", o.dual_batch_tokens != usual.dual_batch_tokens},
       {"--pair-capacity", o.pair_capacity != usual.pair_capacity},
+      {"--timeout", o.timeout_s != usual.timeout_s},
       {"--eplb", o.eplb != usual.eplb},
   };
   for (const auto& [option, is_given] : given) {

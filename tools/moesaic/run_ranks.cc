@@ -92,9 +92,9 @@ Result<PerRank> share_figures(const RankContext& c, const RankTiming& t, const F
 
 // Chosen slots whose expert each rank owns (copies share theirs); with slices every rank computes a
 // part of all.
-std::vector<std::int64_t> slots_of_ranks(const RankContext& c,
-                                         const std::vector<std::int64_t>& load,
-                                         const std::vector<std::int32_t>& physical_to_logical) {
+std::vector<std::int64_t> slots_of_ranks(const RankContext& c, const FusedMoE& layer,
+                                         const std::vector<std::int64_t>& load) {
+  const std::vector<std::int32_t> physical_to_logical = layer.physical_to_logical();
   std::vector<std::int64_t> slots(static_cast<std::size_t>(c.size), 0);
   if (!physical_to_logical.empty()) {
     const auto shares =
@@ -104,9 +104,11 @@ std::vector<std::int64_t> slots_of_ranks(const RankContext& c,
     }
     return slots;
   }
-  const auto owners = expert_owners(std::ssize(load), c.layer.parallel);
+  // The placement in force: round robin may have become linear.
+  const ParallelConfig parallel = layer.parallel();
+  const auto owners = expert_owners(std::ssize(load), parallel);
   for (std::size_t e = 0; e < load.size(); ++e) {
-    if (c.layer.parallel.ep_size > 1 && owners.ok()) {
+    if (parallel.ep_size > 1 && owners.ok()) {
       slots[static_cast<std::size_t>((*owners)[e])] += load[e];
     } else {
       for (std::int64_t& s : slots) s += load[e];
@@ -120,7 +122,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
             const std::optional<RankBalance>& balance) {
   const std::int64_t tokens = all.output.shape()[0];
   const std::vector<std::int64_t> load = expert_load(all, layer.spec());
-  const std::vector<std::int64_t> slots = slots_of_ranks(c, load, layer.physical_to_logical());
+  const std::vector<std::int64_t> slots = slots_of_ranks(c, layer, load);
   const auto us = [](const std::vector<std::int64_t>& ns) {  // the slowest rank's
     return static_cast<double>(*std::max_element(ns.begin(), ns.end())) * 1e-3;
   };
