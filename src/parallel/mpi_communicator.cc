@@ -11,6 +11,7 @@
 
 #include <list>
 #include <map>
+#include <mutex>
 #include <new>
 #include <utility>
 #endif
@@ -77,18 +78,48 @@ class MessageType {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
+// Who uses MPI in this process. The last one finalises it, if this library has initialised it and none of
+// them broke.
+class MpiUsers {
+ public:
+  void initialised_here() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ours_ = true;
+  }
+  void add() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++users_;
+  }
+  void broke() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = true;
+  }
+  void remove() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--users_ == 0 && ours_ && !broken_) MPI_Finalize();
+  }
+
+ private:
+  std::mutex mutex_;
+  int users_ = 0;
+  bool ours_ = false, broken_ = false;
+};
+MpiUsers& mpi_users() {
+  static MpiUsers users;
+  return users;
+}
+
 class MpiTransport final : public parallel::Transport {
  public:
-  explicit MpiTransport(bool finalize) : finalize_(finalize) {}
+  MpiTransport() { mpi_users().add(); }
   MpiTransport(const MpiTransport&) = delete;
   MpiTransport& operator=(const MpiTransport&) = delete;
   ~MpiTransport() override {
     if (abandoned_) {
       // MPI may still read what is on its way: those buffers are leaked, not freed.
       static_cast<void>(new (std::nothrow) std::list<Pending>(std::move(pending_)));
-    } else if (finalize_) {
-      MPI_Finalize();
     }
+    mpi_users().remove();
   }
 
   Status start() {
@@ -155,6 +186,7 @@ class MpiTransport final : public parallel::Transport {
 
   void abandon() override {
     abandoned_ = true;
+    mpi_users().broke();
     static_cast<void>(new std::map<std::pair<int, int>, Pending>(std::move(arriving_)));
     arriving_.clear();
   }
@@ -167,7 +199,6 @@ class MpiTransport final : public parallel::Transport {
   std::list<Pending> pending_;
   std::map<std::pair<int, int>, Pending> arriving_;
   int rank_ = 0, size_ = 1;
-  bool finalize_;
   bool abandoned_ = false;
 };
 
@@ -193,8 +224,9 @@ Result<std::unique_ptr<Communicator>> make_mpi_communicator(const CommunicatorOp
     if (provided < MPI_THREAD_SERIALIZED) {
       return Status(StatusCode::kDevice, "mpi: it lacks MPI_THREAD_SERIALIZED");
     }
+    mpi_users().initialised_here();
   }
-  auto transport = std::make_unique<MpiTransport>(initialized == 0);
+  auto transport = std::make_unique<MpiTransport>();
   MOESAIC_RETURN_IF_ERROR(transport->start());
   return parallel::make_group_communicator(std::move(transport), options);
 }

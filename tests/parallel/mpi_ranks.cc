@@ -1,5 +1,5 @@
 // One rank of the tests of the MPI communicator; mpi_test.py starts it under mpirun.
-//   mpi_ranks ok|kill|delay|count
+//   mpi_ranks ok|two|kill|delay|count
 // Every rank that lives prints one line: "rank R: ok" or "rank R: reported: <reason>". Rank 1 is
 // the faulty one.
 #include <fmt/format.h>
@@ -77,6 +77,10 @@ int main(int argc, char** argv) {
   if (!c.ok()) {
     fmt::print("no communicator: {}\n", c.status().to_string());
     return 2;
+  }
+  if (mode == "two") {  // of which the first goes before the second has done anything
+    auto second = make_mpi_communicator({.timeout_ms = test::kHangGuardMs});
+    c = std::move(second);
   }
   const int rank = (*c)->rank();
   const Status status = run(**c, mode);

@@ -72,6 +72,7 @@ def check(mpirun, command, alive, expected):
 
 def cases(mpi_ranks, transport_ranks):
     yield [mpi_ranks, "ok"], EVERYBODY, ["ok"]
+    yield [mpi_ranks, "two"], EVERYBODY, ["ok"]
     yield [mpi_ranks, "kill"], SURVIVORS, ["reported: device: "]
     yield [mpi_ranks, "delay"], EVERYBODY, [LATE]
     yield [mpi_ranks, "count"], EVERYBODY, ["rank 1 sent"]
