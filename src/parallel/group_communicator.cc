@@ -111,9 +111,10 @@ class GroupCommunicator final : public Communicator {
                     fmt::format("{}: got {} messages to send and {} to receive, need {} of each",
                                 what, send.size(), recv.size(), n));
     }
+    std::unique_ptr<GroupExchange> x;  // ends behind the reason why it did not start
     try {
-      auto x = std::make_unique<GroupExchange>(*this, what, Header{++sequence_, fnv1a(what)}, recv,
-                                               received);
+      x = std::make_unique<GroupExchange>(*this, what, Header{++sequence_, fnv1a(what)}, recv,
+                                          received);
       MOESAIC_RETURN_IF_ERROR(send_all(*x, send));
       return std::unique_ptr<PendingExchange>(std::move(x));
     } catch (const std::exception& error) {  // memory for a message

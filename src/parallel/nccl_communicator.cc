@@ -290,7 +290,7 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(std::shared_ptr<Com
   }
   auto made = std::make_unique<NcclCommunicator>(**library, std::move(control), device, options);
   const cuda::DeviceScope scope(device);
-  MOESAIC_RETURN_IF_ERROR(scope.status());
+  if (!scope.status().ok()) return made->abandon(scope.status().message());  // the others connect
   const Status connected =
       made->connect(Clock::now() + std::chrono::milliseconds(std::max(options.timeout_ms, 1)));
   if (!connected.ok()) return made->abandon(connected.message());

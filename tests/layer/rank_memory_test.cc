@@ -79,12 +79,12 @@ class Rank {
     }
     hit = test::allocation_failed();
     test::fail_allocation(-1);
-    if (wrong.empty() && late(status)) wrong = status.to_string();
+    if (wrong.empty() && untold(status)) wrong = status.to_string();
     all.arrive_and_wait();
     // What comes next works, or says at once why it does not.
     if (wrong.empty() && action) {
       const Status next = forward();
-      if (late(next) || (!next.ok() && comm_->state().ok())) wrong = "next: " + next.to_string();
+      if (untold(next) || (!next.ok() && comm_->state().ok())) wrong = "next: " + next.to_string();
     }
     return wrong;
   }
@@ -96,8 +96,10 @@ class Rank {
   const FusedMoE::Options& options() const { return options_; }
 
  private:
-  static bool late(const Status& status) {
-    return status.message().find("nothing within") != std::string::npos;
+  // Nobody told this rank why, or another reason than the first.
+  static bool untold(const Status& status) {
+    return status.message().find("nothing within") != std::string::npos ||
+           status.message().find("given up") != std::string::npos;
   }
 
   const test::LayerTensors& tensors_;
