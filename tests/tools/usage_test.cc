@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <stdexcept>
 
 #include "rank_cli.h"
 #include "verbs.h"
@@ -118,6 +119,21 @@ TEST(Usage, RanksAsThreadsHaveALimit) {
   options.ranks = 3;
   EXPECT_EQ(run_on_ranks(options, {}, body), kExitOk);
   EXPECT_EQ(bodies, 3);
+}
+
+TEST(Usage, WhatOneRankThrowsIsToldToTheOthers) {
+  RankOptions options;
+  options.ranks = 3;
+  options.timeout_s = 20;
+  Status told;
+  const auto body = [&](const RankContext& c) -> int {
+    if (c.rank == 1) throw std::runtime_error("no such luck");
+    const Status met = c.communicator->barrier("meet");
+    if (c.rank == 0) told = met;
+    return met.ok() ? kExitOk : c.fail(met, Origin::kOption);
+  };
+  EXPECT_EQ(run_on_ranks(options, {}, body), kExitInternal);
+  EXPECT_NE(told.message().find("no such luck"), std::string::npos) << told.to_string();
 }
 
 TEST(Usage, OptionsOfRanksNeedRanks) {

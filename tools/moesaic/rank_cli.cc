@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -145,7 +146,14 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
       fmt::format("{} of {} ranks over {} on {}, tp {} of {}, dp {} of {}, {} thread(s)", c.rank,
                   c.size, c.communicator->name(), c.layer.device.to_string(), c.rank % options.tp,
                   options.tp, c.rank / options.tp, c.size / options.tp, threads));
-  return body(c);
+  // What is thrown here would leave the others waiting for this rank.
+  try {
+    return body(c);
+  } catch (const std::bad_alloc&) {
+    return c.fail({StatusCode::kOutOfMemory, "the allocator refused"}, Origin::kOption);
+  } catch (const std::exception& error) {
+    return c.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
+  }
 }
 
 }  // namespace
