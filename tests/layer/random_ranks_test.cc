@@ -19,6 +19,7 @@
 
 #include "layer/eplb_case.h"
 #include "layer/rank_case.h"
+#include "numerics/element.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -130,6 +131,8 @@ struct Case {
         dtype_name(options.ranks.combine_dtype), options.max_tokens,
         options.ranks.dual_batch_tokens, options.ranks.reduce_results ? "" : ", parts",
         options.transform.output ? ", transforms" : "");
+    if (options.inplace) text += ", in place";
+    if (options.shared_experts) text += ", shared function";
     for (const Era& e : eras) {
       text += fmt::format("; tp{} pcp{} dp{}{}{} {}, {} calls", e.world.tp, e.world.pcp, e.world.dp,
                           e.world.ep ? " ep" : "", e.world.sp ? " sp" : "",
@@ -245,6 +248,16 @@ void draw_options(Rng& rng, const MoeLayerSpec& spec, const World& world, FusedM
   o.ranks.reduce_results = chance(rng, 0.7);
   o.ranks.cut_shared = spec.shared.intermediate_size > 0 && !is_quantized(spec) &&
                        !o.ranks.enable_eplb && chance(rng, 0.4);
+  o.inplace = chance(rng, 0.2);
+  if (spec.shared.intermediate_size == 0 && chance(rng, 0.3)) {
+    o.shared_experts = [](ConstTensorView x, TensorView to) {
+      for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
+        const std::int64_t at = i / x.dim(1) * x.strides[0] + i % x.dim(1);
+        to.as<float>()[i] = 0.5F * load_as_f32(x.data, x.dtype, at);
+      }
+      return Status();
+    };
+  }
   if (chance(rng, 0.15)) {
     o.transform.hidden_size = spec.hidden_size;
     o.transform.input = [](ConstTensorView from, TensorView to) {
@@ -279,7 +292,7 @@ Rows draw_rows(Rng& rng, const Case& c, bool batched, std::vector<std::int32_t>&
   r.x = ConstTensorView(r.memory.data(), dtype, Shape{tokens, spec.hidden_size});
   r.x.strides[0] = pitch;
   r.output = pick<DType>(rng, {DType::kF32, DType::kF32, DType::kBF16, DType::kF16});
-  r.apart = spec.shared.intermediate_size > 0 && chance(rng, 0.3);
+  r.apart = (spec.shared.intermediate_size > 0 || c.options.shared_experts) && chance(rng, 0.3);
   std::vector<bool> is_padding(static_cast<std::size_t>(tokens), false);
   if (chance(rng, 0.4)) {
     r.padding = Tensor::zeros(DType::kU8, {tokens}).value();
@@ -388,6 +401,7 @@ std::optional<Case> draw_case(std::uint64_t seed) {
   FusedMoE::Options alone;
   alone.num_threads = 1;
   alone.transform = o.transform;
+  alone.shared_experts = o.shared_experts;
   const Result<FusedMoE> one = FusedMoE::create(c.tensors.weights(), alone);
   if (!one.ok()) return std::nullopt;
   const bool pinned = ep && !o.ranks.cut_shared &&
@@ -567,7 +581,12 @@ class RankRun {
     Tensor shared = Tensor::uninitialized(rows.output, rows.want.shape()).value();
     test::poison(output.view());
     test::poison(shared.view());
-    Status status = layer.forward(rows.args(output.view(), shared.view()));
+    FusedMoE::Args args = rows.args(output.view(), shared.view());
+    if (c_.options.inplace && rows.output == rows.x.dtype && rows.x.is_contiguous()) {
+      std::memcpy(output.data(), rows.x.data, static_cast<std::size_t>(output.bytes()));
+      args.hidden_states = output.view();
+    }
+    Status status = layer.forward(args);
     if (status.ok()) status = layer.maybe_all_reduce(output.view());
     if (!status.ok()) return wrong("forward: " + status.to_string());
     // Parts of rows are rounded by themselves.
