@@ -31,8 +31,21 @@ std::uint8_t code_of_exact(float value) {
 
 }  // namespace
 
+Status RowWire::can_carry(const MoeProblem& problem, bool quantize) {
+  const bool codes = quantize && problem.quant.kind == ComputeScheme::kFp8Block;
+  const bool weighted = problem.apply_router_weight_on_input &&
+                        (codes || problem.format == ActivationFormat::kBatched);
+  if (!weighted || problem.top_k <= 1) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("top_k: got {} with apply_router_weight_on_input, need 1, or rows that "
+                      "travel unquantised in the standard format (a row travels once for "
+                      "all of its experts)",
+                      problem.top_k)};
+}
+
 Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   MOESAIC_RETURN_IF_ERROR(validate(problem.quant));
+  MOESAIC_RETURN_IF_ERROR(can_carry(problem, quantize));
   RowWire w;
   MOESAIC_ASSIGN_OR_RETURN(w.kernels_, cpu::current_kernels());
   w.round_dtype_ = quant::operand_dtype(problem.activation_dtype, problem.quant.kind);
@@ -48,14 +61,6 @@ Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   w.hidden_bytes_ = problem.hidden_size * dtype_bits(w.dtype_) / 8;
   w.weight_on_input_ = problem.apply_router_weight_on_input &&
                        (w.quantized() || problem.format == ActivationFormat::kBatched);
-  if (w.weight_on_input_ && problem.top_k > 1) {
-    return Status(
-        StatusCode::kUnsupported,
-        fmt::format("top_k: got {} with apply_router_weight_on_input, need 1, or rows that "
-                    "travel unquantised in the standard format (a row travels once for "
-                    "all of its experts)",
-                    problem.top_k));
-  }
   return w;
 }
 

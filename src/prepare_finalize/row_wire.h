@@ -16,9 +16,11 @@ namespace moesaic::prepare_finalize {
 class RowWire {
  public:
   // quantize: rows travel quantised where the scheme has a form that needs nothing but the row
-  // (fp8-block); with any other scheme it changes nothing. Errors: those of compute_scheme and of
-  // the CPU tier in force.
+  // (fp8-block); with any other scheme it changes nothing. Errors: those of can_carry,
+  // compute_scheme and of the CPU tier in force.
   static Result<RowWire> create(const MoeProblem& problem, bool quantize);
+  // kUnsupported where a row would have to be weighted for several experts before it travels once.
+  static Status can_carry(const MoeProblem& problem, bool quantize);
 
   bool quantized() const { return groups_ > 0; }
   DType dtype() const { return dtype_; }

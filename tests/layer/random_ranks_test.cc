@@ -447,6 +447,12 @@ class RankRun {
       };
     }
     Result<FusedMoE> made = FusedMoE::create(weights(options.parallel), options);
+    // explain says what create does.
+    const Result<LayerExplanation> explained = explain_layer(c_.tensors.spec, options);
+    if (explained.ok() != made.ok()) {
+      return fmt::format("explain: {}, create: {}", explained.status().to_string(),
+                         made.status().to_string());
+    }
     refused = made.status().code() == StatusCode::kUnsupported ||
               made.status().code() == StatusCode::kInvalidArgument;
     if (refused) return "";
