@@ -378,6 +378,31 @@ TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
                  {"combine_dtype: got F16, need F32 or BF16"});
 }
 
+// Without weights: nobody has the memory.
+TEST(RankPlan, RowsOfAllRanksAndAllTheirSlotsHaveALimit) {
+  constexpr std::int64_t kMost = (std::int64_t{1} << 31) - 1;
+  MoeLayerSpec spec = test::small_spec();
+  auto world = make_in_process_communicators(2).value();
+  FusedMoE::Options o = options_of(0, 2, std::shared_ptr<Communicator>(std::move(world[0])));
+  for (const bool slots : {false, true}) {
+    o.ranks.reduction = slots ? RankReduction::kPerSlot : RankReduction::kPerRank;
+    o.max_tokens = kMost / 2 / (slots ? spec.routing.top_k : 1);
+    EXPECT_TRUE(explain_layer(spec, o).ok());
+    ++o.max_tokens;
+    expect_refusal(explain_layer(spec, o).status(), StatusCode::kLimitExceeded,
+                   {"max_tokens", "rows of 2 ranks", slots ? "and all slots" : "exceed 2^31-1"});
+  }
+  // Sizes whose bytes do not fit 63 bits, of identity experts and of slots.
+  o.max_tokens = kMost / 2 / spec.routing.top_k;
+  spec.hidden_size = kMost;
+  expect_refusal(explain_layer(spec, o).status(), StatusCode::kLimitExceeded, {"workspace"});
+  spec = test::with_identity_experts();
+  spec.hidden_size = kMost;
+  FusedMoE::Options alone;
+  alone.max_tokens = kMost;
+  expect_refusal(explain_layer(spec, alone).status(), StatusCode::kLimitExceeded, {"workspace"});
+}
+
 TEST(RankPlan, SharesOfReplicasCoverEveryRowOnce) {
   for (std::int64_t rows = 0; rows < 20; ++rows) {
     for (int replicas = 1; replicas <= 8; ++replicas) {

@@ -17,22 +17,19 @@
 #include "numerics/element.h"
 
 namespace moesaic::layer {
-namespace {
-
-constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
-
-}  // namespace
-
 Result<CpuBuffers> CpuBuffers::carve(const FusedPlan& plan, const FusedMoE::Options& options,
                                      std::int64_t rows, Arena& arena) {
-  // Products below stay under 2^63: rows < 2^31, columns < 2^31.
+  // Products below stay under 2^62: rows < 2^31 (all their slots, too), columns < 2^31.
+  const auto wide = [&arena](std::int64_t elements) {  // of the widest dtype of hidden states
+    return reinterpret_cast<std::byte*>(arena.take<float>(elements));
+  };
   CpuBuffers b;
   b.logits = arena.take<float>(rows * logit_columns(plan));
   b.topk_weights = arena.take<float>(rows * plan.routing.top_k);
   b.topk_ids = arena.take<std::int32_t>(rows * plan.routing.top_k);
   if (plan.input_norm_eps > 0) b.normed = arena.take<float>(rows * plan.hidden_size);
   if (options.transform.input || plan.input_norm_eps > 0) {
-    b.latent = arena.take<std::byte>(rows * plan.latent_size * kMaxElementBytes);
+    b.latent = wide(rows * plan.latent_size);
   }
   if (!writes_output_directly(plan, options)) b.routed = arena.take<float>(rows * plan.latent_size);
   if (options.transform.output) b.routed_back = arena.take<float>(rows * plan.hidden_size);
@@ -43,11 +40,11 @@ Result<CpuBuffers> CpuBuffers::carve(const FusedPlan& plan, const FusedMoE::Opti
     b.zeros = arena.take<std::int32_t>(rows);
   }
   if (plan.routing.num_zero_experts > 0) {
-    b.zero_experts = arena.take<std::byte>(rows * plan.hidden_size * kMaxElementBytes);
+    b.zero_experts = wide(rows * plan.hidden_size);
   }
   if (plan.ranks.per_slot) {
     const std::int64_t slots = rows * plan.routing.top_k;
-    b.slot_input = arena.take<std::byte>(slots * plan.latent_size * kMaxElementBytes);
+    b.slot_input = wide(slots * plan.latent_size);
     b.slot_weights = arena.take<float>(slots);
     b.slot_output = arena.take<float>(slots * plan.latent_size);
   }
