@@ -207,12 +207,36 @@ void forget_padding(const FusedMoE::Args& args) {
   }
 }
 
+namespace {
+
+// Slabs hold a row of a token once for each expert. Copies of an expert would take one each, but
+// what is refused does not depend on where experts are today.
+Status check_distinct(const FusedPlan& plan, const ConstTensorView& topk_ids, std::int64_t t) {
+  const std::int64_t k = plan.routing.top_k;
+  for (std::int64_t j = 1; j < k; ++j) {
+    const std::int64_t id = id_at(topk_ids, t * k + j);
+    if (id < 0 || id >= plan.routing.num_experts) continue;
+    for (std::int64_t i = 0; i < j; ++i) {
+      if (id_at(topk_ids, t * k + i) != id) continue;
+      return invalid(
+          fmt::format("topk_ids: got expert {} twice at [{}, {}] and [{}, {}], transport batched "
+                      "needs distinct experts",
+                      id, t, i, t, j));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
 Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& a) {
   const std::int64_t rows = a.hidden_states.dim(0), k = plan.routing.top_k;
   const bool given = a.topk_ids.present() && !MOESAIC_FAULT(layer_given_ids_unchecked);
   const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
   const bool tokens = !a.topk_ids.present() && plan.routing.method == RoutingMethod::kHash;
   if (!given && !tokens) return {};
+  const bool slabs = plan.ranks.transport == RankTransport::kBatched &&
+                     !MOESAIC_FAULT(layer_copies_may_share_a_row);
   for (std::int64_t t = 0; t < rows; ++t) {
     if (is_padding(a, t)) continue;  // whatever stands there
     for (std::int64_t j = 0; given && j < k; ++j) {
@@ -221,6 +245,7 @@ Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& a) {
       return invalid(
           fmt::format("topk_ids: got {} at [{}, {}], need -1 to {}", id, t, j, columns - 1));
     }
+    if (given && slabs) MOESAIC_RETURN_IF_ERROR(check_distinct(plan, a.topk_ids, t));
     if (!tokens) continue;
     const std::int64_t id = a.input_ids.as<std::int32_t>()[t];
     if (id >= 0 && id < plan.hash_vocabulary) continue;

@@ -20,8 +20,8 @@ namespace moesaic::layer {
 //   names  of the ranks, where they are not those of `world`
 Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value,
              std::string_view differs, std::span<const int> names = {});
-// Whether all ranks have the same facts. Otherwise, and where a rank has a failure instead, as agree(),
-// with the first fact that differs.
+// Whether all ranks have the same facts. Otherwise, and where a rank has a failure instead, as
+// agree(), with the first fact that differs.
 struct Fact {
   std::string_view name;
   std::string value;

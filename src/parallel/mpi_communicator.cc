@@ -78,8 +78,8 @@ class MessageType {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
-// Who uses MPI in this process. The last one finalises it, if this library has initialised it and none of
-// them broke.
+// Who uses MPI in this process. The last one finalises it, if this library has initialised it and
+// none of them broke.
 class MpiUsers {
  public:
   void initialised_here() {

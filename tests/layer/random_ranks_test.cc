@@ -1,6 +1,6 @@
-// Worlds of two to eight ranks, the layer that is spread over them and what is done with it, all drawn
-// from one seed: every rank's rows are those of one rank, and what one rank refuses ends the call of all.
-// MOESAIC_RANDOM_SEED and MOESAIC_RANDOM_CASES choose other cases.
+// Worlds of two to eight ranks, the layer that is spread over them and what is done with it, all
+// drawn from one seed: every rank's rows are those of one rank, and what one rank refuses ends the
+// call of all. MOESAIC_RANDOM_SEED and MOESAIC_RANDOM_CASES choose other cases.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

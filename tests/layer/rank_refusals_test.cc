@@ -129,7 +129,8 @@ TEST(RankRefusals, ValuesOutsideTheirEnumerations) {
   }
 }
 
-// Nothing that the other rank waits for, or sees: it would compute something else for the rows of this one.
+// Nothing that the other rank waits for, or sees: it would compute something else for the rows of
+// this one.
 TEST(RankRefusals, LayersThatWouldComputeDifferently) {
   MoeLayerSpec spec = test::small_spec();
   spec.quant = quant_scheme_from_name("fp8-block").value();

@@ -268,12 +268,21 @@ TEST(RankedLayer, AnExpertTwiceInARowIsRefusedByBatchedOnly) {
   args.topk_weights = {reinterpret_cast<const std::byte*>(weights.data()), DType::kF32, {2, 2}};
   args.topk_ids = {reinterpret_cast<const std::byte*>(ids.data()), DType::kI32, {2, 2}};
   const Tensor want = test::must_run(make({}).value(), args).output;
-  for (const auto transport :
-       {RankTransport::kGather, RankTransport::kAllToAll, RankTransport::kBatched}) {
-    for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+  struct Way {
+    RankTransport transport;
+    bool copies;  // two of each expert, one for each slot of a row
+  };
+  for (const auto& [transport, copies] :
+       {Way{RankTransport::kGather, false}, Way{RankTransport::kAllToAll, false},
+        Way{RankTransport::kAllToAll, true}, Way{RankTransport::kBatched, false},
+        Way{RankTransport::kBatched, true}}) {
+    for (const Status& s : test::on_two_ranks([&, transport = transport, copies = copies](
+                                                  int rank, const std::shared_ptr<Communicator>&c) {
            FusedMoE::Options options = options_of(rank, 2, c);
            options.ranks.transport = transport;
-           const auto layer = make(options);
+           options.ranks.enable_eplb = copies;
+           options.ranks.num_redundant_experts = copies ? 8 : 0;
+           const auto layer = copies ? FusedMoE::create(tensors.weights(), options) : make(options);
            const auto run = test::run_args(*layer, args);
            if (!run.ok()) return run.status();
            const auto result =

@@ -76,8 +76,8 @@ Status CpuEngine::add_slots(const RoutedRows& r, const CpuBuffers& b) const {
   return {};
 }
 
-// A failure of the kernel. Where its rows are complete, all ranks hear of it in the kernel's own steps;
-// else some of them wait for this rank's part of a sum.
+// A failure of the kernel. Where its rows are complete, all ranks hear of it in the kernel's own
+// steps; else some of them wait for this rank's part of a sum.
 Status CpuEngine::kernel_failure(const Status& status) const {
   const Status named = status.with_context("experts");
   const bool heard = plan.ranks.reduced || MOESAIC_FAULT(layer_others_wait_for_a_failed_kernel);
