@@ -99,8 +99,8 @@ class Run(ToolTest):
             self.assertEqual(value["parallel"]["placement"], placement, model)
             load = value["expert_load"]
             half = len(load) // 2
-            owned = [sum(load[::2]), sum(load[1::2])] if placement == "round_robin" else [sum(load[:half]), sum(load[half:])]
-            self.assertEqual([r["slots"] for r in value["per_rank"]], owned, model)
+            owned = [load[::2], load[1::2]] if placement == "round_robin" else [load[:half], load[half:]]
+            self.assertEqual([r["slots"] for r in value["per_rank"]], [sum(part) for part in owned], model)
 
     def test_experts_move_between_ranks(self):
         one, out = self.run_layer("mini-deepseek-v3", "--quant", "f32")
