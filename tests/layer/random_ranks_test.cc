@@ -570,6 +570,8 @@ class RankRun {
     const Rows& rows = call.sets[static_cast<std::size_t>(world_->set_of(rank_))];
     Tensor output = Tensor::uninitialized(rows.output, rows.want.shape()).value();
     Tensor shared = Tensor::uninitialized(rows.output, rows.want.shape()).value();
+    // It would end what others are still about.
+    if (!comm_->barrier("before a failure").ok()) return wrong("not all came to the last call");
     fails_ = rank_ == c_.failing;
     const auto told = [&](const Status& status) {
       return status.message().find(kFailure.message()) != std::string::npos;

@@ -68,7 +68,11 @@ class Rank {
     Status status;
     if (action) status = make(std::move(weights));
     if (action && status.ok()) status = forward();
-    if (!status.ok()) return "before: " + status.to_string();
+    all.arrive_and_wait();  // a failure would end what others are still about
+    if (!status.ok()) {
+      all.arrive_and_drop();
+      return "before: " + status.to_string();
+    }
     if (mine) test::fail_allocation(at);
     std::string wrong;
     try {
