@@ -13,6 +13,7 @@
 #include "moesaic/numerics.h"
 #include "support/expect_bits.h"
 #include "support/metrics.h"
+#include "support/random_cases.h"
 
 namespace moesaic::test {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "layer/layer_case.h"
 #include "layer/random_layer.h"
+#include "support/random.h"
 
 namespace moesaic::test {
 

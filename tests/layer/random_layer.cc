@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/experts_run.h"
+#include "support/random_cases.h"
 
 namespace moesaic::test {
 namespace {
@@ -72,11 +73,6 @@ constexpr std::string_view kSchemes[] = {"f32",
                                          "awq-int8",
                                          "q4k-int8",
                                          "q6k-int8"};
-
-template <class T>
-T pick(Rng& rng, const std::vector<T>& of) {
-  return of[static_cast<std::size_t>(rng.integer(0, static_cast<std::int64_t>(of.size()) - 1))];
-}
 
 void draw_sizes(Rng& rng, MoeLayerSpec& spec) {
   spec.hidden_size = chance(rng, 0.6)
@@ -236,8 +232,6 @@ RandomLayer draw(Rng& rng, Device device) {
 }
 
 }  // namespace
-
-bool chance(Rng& rng, double p) { return rng.uniform() < p; }
 
 RandomLayer draw_layer(std::uint64_t seed, Device device) {
   Rng rng(seed * 7919 + 13);

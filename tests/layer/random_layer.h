@@ -5,7 +5,6 @@
 #include <string>
 
 #include "moesaic/fused_moe.h"
-#include "support/random.h"
 
 namespace moesaic::test {
 
@@ -24,8 +23,5 @@ struct RandomLayer {
 // A valid spec, in sizes that its format has. Options may still ask for what is refused with
 // kUnsupported, which is no fault.
 RandomLayer draw_layer(std::uint64_t seed, Device device);
-
-// Is what a probability of p says.
-bool chance(Rng& rng, double p);
 
 }  // namespace moesaic::test

@@ -1,24 +1,19 @@
 // Random layers: every combination of format, sizes, routing, activation, biases, shared experts,
-// dtypes and options that a seed draws must do what the headers promise of all of them. 24 seeds
-// by default; MOESAIC_RANDOM_SEED (the first) and MOESAIC_RANDOM_CASES say others. A failure names
-// its seed.
+// dtypes and options that a seed draws (support/random_cases.h) must do what the headers promise of all
+// of them. A failure names its seed.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
+#include <cstdint>
 #include <string>
 
 #include "layer/layer_case.h"
 #include "layer/random_checks.h"
 #include "layer/random_layer.h"
 #include "moesaic/device.h"
+#include "support/random_cases.h"
 
 namespace moesaic {
 namespace {
-
-std::uint64_t number(const char* variable, std::uint64_t otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 // False: the layer is refused, as not supported.
 bool check(const test::RandomLayer& drawn) {
@@ -58,29 +53,24 @@ bool check(const test::RandomLayer& drawn) {
   return true;
 }
 
-void check_seeds(Device device, std::uint64_t first, std::uint64_t cases) {
+void check_seeds(Device device) {
+  const test::Seeds seeds = test::seeds_of_run(24);
   std::uint64_t ran = 0;
-  for (std::uint64_t seed = first; seed < first + cases; ++seed) {
+  for (std::uint64_t seed = seeds.first; seed < seeds.end(); ++seed) {
     const test::RandomLayer drawn = test::draw_layer(seed, device);
     SCOPED_TRACE(drawn.describe());
     ran += check(drawn) ? 1U : 0U;
     if (testing::Test::HasFatalFailure()) return;
   }
   testing::Test::RecordProperty("layers", std::to_string(ran));
-  EXPECT_GE(2 * ran, cases) << "too many were refused";
+  EXPECT_GE(2 * ran, seeds.cases > 20 ? seeds.cases : 0) << "too many were refused";
 }
 
-constexpr std::uint64_t kCases = 24;
-
-TEST(RandomLayers, OnTheCpu) {
-  check_seeds(Device::cpu(), number("MOESAIC_RANDOM_SEED", 1),
-              number("MOESAIC_RANDOM_CASES", kCases));
-}
+TEST(RandomLayers, OnTheCpu) { check_seeds(Device::cpu()); }
 
 TEST(RandomLayers, OnAGpu) {
   if (!query_cuda().available) GTEST_SKIP() << "needs a Hopper GPU: " << query_cuda().reason;
-  check_seeds(Device::cuda(0), number("MOESAIC_RANDOM_SEED", 1),
-              number("MOESAIC_RANDOM_CASES", kCases));
+  check_seeds(Device::cuda(0));
 }
 
 }  // namespace
