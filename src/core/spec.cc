@@ -117,6 +117,10 @@ Status validate_routing(const MoeLayerSpec& spec) {
     return invalid(fmt::format("routing.num_experts: got {}, need num_experts {} of the layer",
                                r.num_experts, spec.num_experts));
   }
+  if (routing_method_name(r.method) == "unknown") {
+    return invalid(fmt::format("routing.method: got {}, need one of RoutingMethod",
+                               static_cast<int>(r.method)));
+  }
   MOESAIC_RETURN_IF_ERROR(at_least("routing.num_zero_experts", r.num_zero_experts, 0));
   const auto columns = checked_add(r.num_experts, r.num_zero_experts);
   if (!columns) {

@@ -123,6 +123,8 @@ TEST(SpecValidate, RefusesByFieldAndCode) {
       {"renorm_floor", arg, [](auto& s) { s.routing.renorm_floor = 1e-40; }},
       {"renorm_epsilon", arg, [](auto& s) { s.routing.renorm_epsilon = 1e-50; }},
       {"renorm_epsilon", arg, [](auto& s) { s.routing.renorm_epsilon = -1; }},
+      {"routing.method: got 99", arg,
+       [](auto& s) { s.routing.method = static_cast<RoutingMethod>(99); }},
       {"activation.kind: got 99", arg,
        [](auto& s) { s.activation.kind = static_cast<ActivationKind>(99); }},
       {"activation.limit", arg, [](auto& s) { s.activation.limit = 0; }},
