@@ -31,7 +31,7 @@ Tests = tuple[str, str]
 def fault_points() -> set[str]:
     """Names of all MOESAIC_FAULT in the binding."""
     source = HERE.parent / "src"
-    return {n for f in source.glob("*.cc") for n in re.findall(r"MOESAIC_FAULT\((\w+)\)", f.read_text())}
+    return {n for f in source.glob("*.[ch]*") for n in re.findall(r"MOESAIC_FAULT\((\w+)\)", f.read_text())}
 
 
 def copied(
