@@ -44,7 +44,9 @@ endfunction()
 # compressed for size where nvcc can (12.8 and newer; a kernel is unpacked when it is first used).
 # MOESAIC_CUDA_LINEINFO adds the source lines that profilers show, which are most of it again.
 option(MOESAIC_CUDA_LINEINFO "Source lines in CUDA kernels, for profilers" OFF)
-# For machines that only show that the kernels compile: a third of the compiler's time, slow kernels.
+# For machines that only show that the kernels compile: a third of the compiler's time, slow kernels. They have
+# stacks, for which CUDA makes room when a larger one is launched first, once what runs is done: ranks that share a
+# GPU may wait for each other then.
 option(MOESAIC_CUDA_QUICK "Compile kernels quickly rather than well, where nvcc can" OFF)
 function(moesaic_cuda_options target)
   if(NOT MOESAIC_HAS_CUDA)
