@@ -84,7 +84,7 @@ double with_output_rounding(double bound, DType output);
 // The documented one, or 1.15 times the estimate where that is more, while the estimate is within it
 // (of fewer than 16 rows, which scatter, 1.3 times the estimate); else the estimate with a margin of
 // half; the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
-// there is none: infinity.
+// there is none: infinity. Calls of few numbers scatter more: docs/accuracy.md.
 double computed_bound(double bound, double activation, const NumericsSummary& summary);
 inline constexpr double kLargestUsefulBound = 0.5;
 
