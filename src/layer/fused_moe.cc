@@ -191,10 +191,11 @@ std::vector<layer::Fact> FusedMoE::Impl::facts() const {
          {"expert bias", text(spec.has_expert_bias)},
          {"input_norm_eps", text(spec.input_norm_eps)},
          {"routing",
-          fmt::format("{} {} {} {} {} {} {} {} {} {}", routing_method_name(r.method),
+          fmt::format("{} {} {} {} {} {} {} {} {} {} {} {} {} {}", routing_method_name(r.method),
                       scoring_func_name(r.scoring_func), r.num_zero_experts, r.renormalize,
                       r.num_expert_group, r.topk_group, r.group_by_best_two, r.has_correction_bias,
-                      r.has_expert_scale, r.scale_on_output)},
+                      r.has_expert_scale, r.scale_on_output, r.p_norm, r.jitter_eps, r.renorm_floor,
+                      r.renorm_epsilon)},
          {"routed_scaling_factor", text(r.routed_scaling_factor)},
          {"eplb_window", options.ranks.enable_eplb ? text(options.ranks.eplb_window) : ""}});
   }

@@ -146,6 +146,7 @@ TEST(RankRefusals, LayersThatWouldComputeDifferently) {
              [](auto&, auto&o) { o.activation_scales = ScaleFormat::kE8M0; }},
         Case{"activation is 'silu 2.5", [](auto&s, auto&) { s.activation.limit = 2.5F; }},
         Case{"routing is '", [](auto&s, auto&) { s.routing.renormalize = false; }},
+        Case{"routing is '", [](auto&s, auto&) { s.routing.renorm_epsilon = 1e-6; }},
         Case{"routed_scaling_factor is '2.5' there, '1' here",
              [](auto&s, auto&) { s.routing.routed_scaling_factor = 2.5; }},
         Case{"eplb_window is '7' there, '1000' here",
