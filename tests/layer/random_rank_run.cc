@@ -33,12 +33,13 @@ class RankRun {
     const RandomWorld& world = c_.eras.front().world;
     options.parallel = world.parallel(rank_);
     options.ranks.communicator = comm_;
+    options.device = c_.device_of(rank_);
     // The last function of a call that is the caller's.
     if (c_.options.transform.output) {
       options.transform.output = [this](ConstTensorView from, TensorView to) {
         return fails_ ? kFailure : c_.options.transform.output(from, to);
       };
-    } else {
+    } else if (c_.failing >= 0) {
       options.capture = [this](ConstTensorView) {
         if (fails_) throw std::runtime_error(kFailure.message());
       };
@@ -55,6 +56,9 @@ class RankRun {
     if (refused) return "";
     if (!made.ok()) return "create: " + made.status().to_string();
     FusedMoE layer = std::move(made).value();
+    // Nobody makes or ends a layer while another's kernels wait.
+    const Status all_made = comm_->barrier("made");
+    if (!all_made.ok()) return "made: " + all_made.to_string();
     for (std::size_t i = 0; i < c_.eras.size(); ++i) {
       world_ = &c_.eras[i].world;
       if (i > 0 && !enter(layer)) return wrong_;
@@ -66,7 +70,11 @@ class RankRun {
         }
       }
     }
-    if (c_.failing >= 0) fail(layer, c_.eras.back().calls.back());
+    if (c_.failing >= 0) {
+      fail(layer, c_.eras.back().calls.back());
+    } else if (const Status done = comm_->barrier("done"); !done.ok()) {
+      wrong("done: " + done.to_string());
+    }
     return wrong_;
   }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,13 +13,18 @@
 
 #include "layer/random_rank_run.h"
 #include "layer/random_world.h"
+#include "moesaic/device.h"
 #include "support/random_cases.h"
 
 namespace moesaic {
 namespace {
 
+// Ranks that share a GPU wait for each other there; read when CUDA starts.
+const bool kEnvironment = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0 &&
+                          setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
+
 // A rank that waits so long was not told.
-constexpr int kPatienceMs = 60'000;
+constexpr int kPatienceMs = 30'000;
 
 // Whether ranks could have the layer.
 bool run_case(const test::RandomRanks& c) {
@@ -43,15 +49,26 @@ bool run_case(const test::RandomRanks& c) {
   return refused[0] == 0;
 }
 
-TEST(RandomRanks, EveryRankHasTheRowsOfOneRank) {
-  const test::Seeds seeds = test::seeds_of_run(200);
+void check_seeds(const std::vector<Device>& devices, std::uint64_t cases) {
+  const test::Seeds seeds = test::seeds_of_run(cases);
   std::uint64_t ran = 0;
   for (std::uint64_t seed = seeds.first; seed < seeds.end(); ++seed) {
-    const std::optional<test::RandomRanks> c = test::draw_ranks(seed);
+    const std::optional<test::RandomRanks> c = test::draw_ranks(seed, devices);
     if (c && run_case(*c)) ++ran;
   }
   EXPECT_GE(2 * ran, seeds.cases > 20 ? seeds.cases : 0)
       << "most are to be layers that ranks can have";
+}
+
+TEST(RandomRanks, EveryRankHasTheRowsOfOneRank) { check_seeds({Device::cpu()}, 200); }
+
+TEST(RandomRanks, EveryRankHasTheRowsOfOneGpu) {
+  if (!query_cuda().available) GTEST_SKIP() << "needs a Hopper GPU: " << query_cuda().reason;
+  std::vector<Device> devices;
+  for (const CudaDeviceInfo& d : query_cuda().devices) {
+    if (d.available) devices.push_back(Device::cuda(d.index));
+  }
+  check_seeds(devices, 60);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ bool is_quantized(const MoeLayerSpec& spec) {
   return stored != DType::kF32 && stored != DType::kBF16 && stored != DType::kF16;
 }
 
-MoeLayerSpec draw_spec(Rng& rng, bool whole, std::string& scheme) {
+MoeLayerSpec draw_spec(Rng& rng, bool whole, bool gpu, std::string& scheme) {
   MoeLayerSpec spec = small_spec();
   scheme = pick<std::string>(rng, {"f32", "bf16", "bf16", "f16"});
   spec.hidden_size = 8 * rng.integer(1, 9);
@@ -31,6 +31,9 @@ MoeLayerSpec draw_spec(Rng& rng, bool whole, std::string& scheme) {
               "mxfp4", "mxfp4-bf16", "nvfp4", "int4-g128", "int4-fp8", "mxfp4-int8"});
     spec.hidden_size = 128 * rng.integer(1, 2);
     spec.intermediate_size = 128;
+  } else if (gpu && chance(rng, 0.6)) {  // sizes of the fast kernels
+    spec.hidden_size = 64 * rng.integer(1, 4);
+    spec.intermediate_size = 64 * (whole ? rng.integer(1, 3) : 24);
   }
   spec.quant = scheme_called(scheme);
   spec.activation_dtype = pick<DType>(rng, {DType::kBF16, DType::kBF16, DType::kF16, DType::kF32});
@@ -101,6 +104,8 @@ void draw_options(Rng& rng, const MoeLayerSpec& spec, const RandomWorld& world,
                   FusedMoE::Options& o) {
   o.num_threads = 1;
   o.max_tokens = pick<std::int64_t>(rng, {1, 2, 3, 5, 16});
+  const bool gpu = o.device.is_cuda();
+  if (gpu) o.ranks.engine = pick<RankEngine>(rng, {RankEngine::kAuto, RankEngine::kMessages});
   std::vector<RankTransport> transports = {RankTransport::kAuto, RankTransport::kGather};
   if (world.ep) {
     transports.push_back(RankTransport::kAllToAll);
@@ -122,6 +127,7 @@ void draw_options(Rng& rng, const MoeLayerSpec& spec, const RandomWorld& world,
   o.ranks.cut_shared = spec.shared.intermediate_size > 0 && !is_quantized(spec) &&
                        !o.ranks.enable_eplb && chance(rng, 0.4);
   o.inplace = chance(rng, 0.2);
+  if (gpu) return;
   if (spec.shared.intermediate_size == 0 && chance(rng, 0.3)) {
     o.shared_experts = [](ConstTensorView x, TensorView to) {
       for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
@@ -166,6 +172,8 @@ RankRows draw_rows(Rng& rng, const RandomRanks& c, bool batched,
   r.x.strides[0] = pitch;
   r.output = pick<DType>(rng, {DType::kF32, DType::kF32, DType::kBF16, DType::kF16});
   r.apart = (spec.shared.intermediate_size > 0 || c.options.shared_experts) && chance(rng, 0.3);
+  // In which a GPU adds them.
+  if (r.apart && c.options.ranks.cut_shared && c.options.device.is_cuda()) r.output = DType::kF32;
   std::vector<bool> is_padding(static_cast<std::size_t>(tokens), false);
   if (chance(rng, 0.4)) {
     r.padding = Tensor::zeros(DType::kU8, {tokens}).value();
@@ -278,19 +286,22 @@ std::string RandomRanks::describe() const {
   return text;
 }
 
-std::optional<RandomRanks> draw_ranks(std::uint64_t seed) {
+std::optional<RandomRanks> draw_ranks(std::uint64_t seed, std::vector<Device> devices) {
   Rng rng(seed * 7919 + 17);
   RandomRanks c;
+  c.devices = std::move(devices);
+  const bool gpu = c.devices.front().is_cuda();
   c.seed = seed;
   const bool ep = chance(rng, 0.75);
   const int ranks = pick<int>(
       rng, ep ? std::vector<int>{2, 3, 4, 4, 5, 6, 7, 8} : std::vector<int>{2, 3, 4, 6, 8});
-  const MoeLayerSpec spec = draw_spec(rng, ep, c.scheme);
+  const MoeLayerSpec spec = draw_spec(rng, ep, gpu, c.scheme);
   if (!validate(spec).ok()) return std::nullopt;
   const bool eplb = ep && chance(rng, 0.4);
   RankEra first;
   first.world = draw_world(rng, ranks, ep, eplb);
   FusedMoE::Options& o = c.options;
+  o.device = c.devices.front();
   o.ranks.enable_eplb = eplb;
   if (eplb) {
     const std::int64_t over = spec.num_experts % ranks;
@@ -302,18 +313,22 @@ std::optional<RandomRanks> draw_ranks(std::uint64_t seed) {
 
   FusedMoE::Options alone;
   alone.num_threads = 1;
+  alone.device = o.device;
   alone.transform = o.transform;
   alone.shared_experts = o.shared_experts;
   const Result<FusedMoE> one = FusedMoE::create(c.tensors.weights(), alone);
   if (!one.ok()) return std::nullopt;
-  const bool pinned = ep && !o.ranks.cut_shared &&
+  // On a GPU slices and the rows of slabs are rounded to bf16 before they are added.
+  const bool rounded =
+      gpu && (!ep || o.ranks.cut_shared || o.ranks.transport == RankTransport::kBatched);
+  const bool pinned = ep && !o.ranks.cut_shared && !rounded &&
                       (o.ranks.reduction_in_force() == RankReduction::kPerSlot ||
                        o.ranks.transport == RankTransport::kBatched || spec.routing.top_k == 1) &&
                       o.ranks.combine_dtype == DType::kF32;
-  c.tolerance = pinned ? 0 : o.ranks.combine_dtype == DType::kF32 ? 1e-5 : 8e-3;
+  c.tolerance = pinned ? 0 : rounded || o.ranks.combine_dtype != DType::kF32 ? 8e-3 : 1e-5;
   c.eras.push_back(std::move(first));
   if (chance(rng, 0.25)) c.eras.push_back({draw_world(rng, ranks, ep, eplb), {}});
-  if (chance(rng, 0.3)) c.failing = static_cast<int>(rng.integer(0, ranks - 1));
+  if (!gpu && chance(rng, 0.3)) c.failing = static_cast<int>(rng.integer(0, ranks - 1));
   for (RankEra& era : c.eras) {
     for (std::int64_t n = rng.integer(1, 3); n > 0; --n) {
       era.calls.push_back(draw_call(rng, c, era.world, *one));

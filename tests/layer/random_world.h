@@ -1,5 +1,5 @@
 // Worlds of two to eight ranks, a layer that is spread over them and what is done with it, all drawn
-// from one seed.
+// from one seed. On GPUs, which ranks take in turn, functions of the caller's are left out.
 #pragma once
 
 #include <cstdint>
@@ -82,15 +82,19 @@ struct RandomRanks {
   std::uint64_t seed = 0;
   LayerTensors tensors;
   std::string scheme;
+  std::vector<Device> devices;
   FusedMoE::Options options;  // what all ranks have in common
   std::vector<RankEra> eras;  // all of as many ranks
   double tolerance = 0;       // of F32 sums; 0: the bits of one rank
   int failing = -1;           // rank on which a function of the caller's fails in the end
 
+  Device device_of(int rank) const {
+    return devices[static_cast<std::size_t>(rank) % devices.size()];
+  }
   std::string describe() const;
 };
 
 // Absent where one rank refuses the layer.
-std::optional<RandomRanks> draw_ranks(std::uint64_t seed);
+std::optional<RandomRanks> draw_ranks(std::uint64_t seed, std::vector<Device> devices);
 
 }  // namespace moesaic::test
