@@ -120,8 +120,8 @@ struct RankOptions {
   // 32, each with rows of its own (no tensor parallelism), on GPUs with access to each other or on
   // one, and CUDA_MODULE_LOADING=EAGER in the environment before CUDA starts. A process may see its
   // own GPU only (CUDA_VISIBLE_DEVICES). Threads that share a GPU, at most 8, call enqueue with
-  // streams of their own, made with cudaStreamNonBlocking and used before (a stream's first use may
-  // wait for the kernels of others), and with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
+  // streams of their own, made with cudaStreamNonBlocking, on which a kernel has run before (a
+  // stream's first may wait for the kernels of others), and with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
   // While a call is under way no rank creates or destroys layers, allocates or frees device memory:
   // that may wait for a kernel that waits for this rank.
   RankEngine engine = RankEngine::kMessages;

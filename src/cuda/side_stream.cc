@@ -4,6 +4,7 @@
 
 #include "core/fault.h"
 #include "cuda/device_memory.h"
+#include "cuda/first_kernel.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -38,10 +39,9 @@ Status SideStream::create() {
         check_call("second stream", cudaEventCreateWithFlags(&made, cudaEventDisableTiming)));
     *event = made;
   }
-  // A stream has its queue on the device from its first use on. Not in a call, where a kernel of
-  // another layer may wait for this one.
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("second stream", cudaEventRecord(static_cast<cudaEvent_t>(joined_), stream)));
+  // A stream has its queue on the device from its first kernel on (an event is not enough). Not in a
+  // call, where a kernel of another layer may wait for this one.
+  MOESAIC_RETURN_IF_ERROR(check_call("second stream", launch_nothing(stream_)));
   return synchronize(stream_);
 }
 
