@@ -29,7 +29,7 @@ cmake --build "$build" --target moesaic_tool_version >>"$build.log"
 # What the compile commands name: units of folders or files, host and device code apart. Generated units of one
 # format differ in what they instantiate: one of each.
 mapfile -t known < <(sed -n 's/^ *"file": "\(.*\)",\?$/\1/p' "$build/compile_commands.json" | sed "s|^$PWD/||" |
-  grep -vE '^(bench|examples)/|/grouped_gemm_.*_(any|relu2|snug|wide)\.cu$' | LC_ALL=C sort -u)
+  grep -vE '^(bench|examples)/|/grouped_gemm_.*_(any|relu2|[a-z0-9]+_[0-9]+(_paired)?)\.cu$' | LC_ALL=C sort -u)
 if [ ${#files[@]} -gt 0 ]; then known=("${files[@]}"); fi
 host=() device=()
 for file in "${known[@]}"; do

@@ -1,6 +1,6 @@
-#include "cuda/first_kernel.h"
-
 #include <cuda_runtime.h>
+
+#include "cuda/first_kernel.h"
 
 namespace moesaic::cuda {
 namespace {

@@ -18,18 +18,16 @@
 
 namespace moesaic::cuda {
 
-// One translation unit each, generated from the list in CMakeLists.txt.
+// Generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any, launch_grouped_bf16_relu2;
 LaunchGrouped launch_grouped_f16_swiglu, launch_grouped_f16_any;
 LaunchGrouped launch_grouped_fp8_block_relu2, launch_grouped_fp8_block_swiglu,
-    launch_grouped_fp8_block_any, launch_grouped_fp8_block_wide, launch_grouped_fp8_block_snug;
-LaunchGrouped launch_grouped_fp8_row_relu2, launch_grouped_fp8_row_wide,
-    launch_grouped_fp8_row_snug, launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
+    launch_grouped_fp8_block_any;
+LaunchGrouped launch_grouped_fp8_row_relu2, launch_grouped_fp8_row_swiglu,
+    launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_nvfp4_relu2, launch_grouped_nvfp4_swiglu, launch_grouped_nvfp4_any;
-LaunchGrouped launch_grouped_int8_wide, launch_grouped_int8_snug, launch_grouped_int8_swiglu,
-    launch_grouped_int8_any;
-LaunchGrouped launch_grouped_mxfp4_bf16_wide, launch_grouped_mxfp4_bf16_swiglu,
-    launch_grouped_mxfp4_bf16_any;
+LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
+LaunchGrouped launch_grouped_mxfp4_bf16_swiglu, launch_grouped_mxfp4_bf16_any;
 LaunchGrouped launch_grouped_int4_fp8_swiglu, launch_grouped_int4_fp8_any;
 LaunchGrouped launch_grouped_mxfp8_swiglu, launch_grouped_mxfp8_any;
 
@@ -86,8 +84,6 @@ constexpr FormatRow fp8_block_row() {
   row.check = &check_widths<128>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu),
-               .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide),
-               .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any)};
   return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_block_relu2));
 }
@@ -106,8 +102,6 @@ constexpr FormatRow fp8_scaled_row() {
   FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled, 136);
   row.check = &check_widths<16>;
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu),
-               .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide),
-               .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any)};
   return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_row_relu2));
 }
@@ -116,8 +110,6 @@ constexpr FormatRow int8_row() {
   FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8, 144);
   row.check = &check_int8;
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu),
-               .wide = MOESAIC_ON_DEVICE(launch_grouped_int8_wide),
-               .snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_int8_any)};
   return row;
 }
@@ -146,7 +138,6 @@ constexpr FormatRow mxfp4_row(ComputeScheme scheme, RowForm rows) {
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu),
-               .wide = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_wide),
                .any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any)};
   return row;
 }

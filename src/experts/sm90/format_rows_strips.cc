@@ -31,7 +31,7 @@
 
 namespace moesaic::cuda {
 
-// One translation unit each, generated from the list in CMakeLists.txt.
+// Generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_relu2,
     launch_grouped_int4_bf16_any;
 LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_relu2,

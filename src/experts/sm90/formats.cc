@@ -44,8 +44,7 @@ LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant) 
   const GroupedUnits& units = row.units;
   if (variant.epilogue == EpilogueKind::kRelu2) return units.relu2;
   if (variant.epilogue != EpilogueKind::kSwiglu) return units.any;
-  if (variant.max_columns == row.tiles.snug) return units.snug;
-  return variant.max_columns > 64 && units.wide != nullptr ? units.wide : units.swiglu;
+  return units.swiglu;
 }
 
 std::string names_of_formats(bool (*has)(const FormatRow& row)) {

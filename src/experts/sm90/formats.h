@@ -36,12 +36,9 @@ struct WeightPart {
   std::int64_t (*bytes)(const ExpertsPlan& plan);  // of one expert
 };
 
-// The translation units of a format's builds. Null without CUDA.
+// What launches a format's builds. Null without CUDA.
 struct GroupedUnits {
   LaunchGrouped* swiglu = nullptr;
-  // With the SwiGLU epilogue too: more than 64 columns, and tiles.snug columns, where these are units
-  // of their own.
-  LaunchGrouped *wide = nullptr, *snug = nullptr;
   LaunchGrouped* relu2 = nullptr;  // of formats that have it
   LaunchGrouped* any = nullptr;    // with any other epilogue
 };
@@ -77,7 +74,7 @@ std::array<std::span<const FormatRow>, 2> grouped_formats();
 // The epilogue of `kind` in this format; kUnsupported where it has no builds for that.
 EpilogueKind epilogue_of(const FormatRow& row, ActivationKind kind);
 Status check_activation(const FormatRow& row, const MoeProblem& problem);
-// The unit that has the variant's build.
+// What launches the variant's build.
 LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant);
 // The row of the problem's scheme. kUnsupported: a scheme without one, or none.
 Result<const FormatRow*> format_of(const MoeProblem& problem);

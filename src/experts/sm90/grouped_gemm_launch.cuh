@@ -42,9 +42,10 @@ struct GroupedBuild {
   using Tile = TokenTile<kWidest, kShares, Epilogue::kRoutes>;
 };
 
-// The variant's among `Builds`.
+// The variant's among `Builds`, or of `otherwise` (null: there are no others).
 template <class Format, class... Builds>
-int launch_build(const GroupedVariant& v, const GroupedParams& params, int num_sms, void* stream) {
+int launch_build(LaunchGrouped* otherwise, const GroupedVariant& v, const GroupedParams& params,
+                 int num_sms, void* stream) {
   int error = static_cast<int>(cudaErrorInvalidConfiguration);
   const auto launched = [&]<class Build>() {
     using Tile = typename Build::Tile;
@@ -56,8 +57,8 @@ int launch_build(const GroupedVariant& v, const GroupedParams& params, int num_s
     error = launch_tile<Format, Tile, Epilogue>(params, num_sms, stream);
     return true;
   };
-  static_cast<void>((launched.template operator()<Builds>() || ...));
-  return error;
+  if ((launched.template operator()<Builds>() || ...) || otherwise == nullptr) return error;
+  return otherwise(v, params, num_sms, stream);
 }
 
 }  // namespace moesaic::cuda
