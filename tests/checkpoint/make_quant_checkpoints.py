@@ -109,6 +109,9 @@ class Cases:
             "llama4_text": ("feed_forward", "feed_forward.router", "feed_forward.shared_expert.",
                             {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": top_k or 1, "interleave_moe_layer_step": 1},
                             partial(llama4, top_k=top_k or 1)),
+            "mixtral": ("block_sparse_moe", "block_sparse_moe.gate", None, {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}, moe),
+            "granitemoe": ("block_sparse_moe", "block_sparse_moe.router.layer", None,
+                           {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}, moe),
             "gpt_oss": ("mlp", "mlp.router", None, {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "swiglu_limit": 7.0}, None),
             "step3": ("moe", "moe.gate", "share_expert.",
                       {"moe_intermediate_size": i, "moe_num_experts": EXPERTS, "moe_top_k": 2, "norm_expert_weight": True, "share_expert_dim": i,
@@ -120,9 +123,13 @@ class Cases:
             dyadics = lambda n: [rng.randrange(-64, 65) / 64 for _ in range(n)]
             bias, biases = dyadics(EXPERTS), [(dyadics(i), dyadics(i), dyadics(h)) for _ in range(EXPERTS)]
             tensors[p + gate + ".bias"] = q.floats("BF16", [EXPERTS], bias)
-            turns = [v for g, u, _ in biases for pair in zip(g, u) for v in pair]
-            tensors[p + "mlp.experts.gate_up_proj_bias"] = q.floats("BF16", [EXPERTS, 2 * i], turns)
-            tensors[p + "mlp.experts.down_proj_bias"] = q.floats("BF16", [EXPERTS, h], [v for _, _, d in biases for v in d])
+            if storage is None:
+                tensors.update({"%smlp.experts.%d.%s.bias" % (p, e, leaf): q.floats("BF16", [len(b)], b)
+                                for e, x in enumerate(biases) for leaf, b in zip(("gate_proj", "up_proj", "down_proj"), x)})
+            else:
+                turns = [v for g, u, _ in biases for pair in zip(g, u) for v in pair]
+                tensors[p + "mlp.experts.gate_up_proj_bias"] = q.floats("BF16", [EXPERTS, 2 * i], turns)
+                tensors[p + "mlp.experts.down_proj_bias"] = q.floats("BF16", [EXPERTS, h], [v for _, _, d in biases for v in d])
             output = lambda x, rows, experts, shared: gpt_oss(x, rows, experts, bias, biases)
         leaves = (("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i))
         made = [{leaf: linear(rng, n, k, leaf) for leaf, n, k in leaves} for _ in range(EXPERTS)]
@@ -452,6 +459,11 @@ def stacked(c):
     c.add_stacked("llama4_per_expert", compressed("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group",
                                                                      "group_size": 32}) | {"ignore": ["re:.*router"]},
                   plain_linear(q.packed), family="llama4_text", scheme="int4-g128", storage=None)
+    # Split by quantisers of transformers' modules, under names that the families' own files do not have.
+    for family in ("mixtral", "granitemoe", "gpt_oss"):
+        c.add_stacked(family + "_split", channel, plain_linear(q.fp8_channel), family=family, scheme="fp8-channel", i=32, storage=None)
+    c.add_stacked("gpt_oss_split_gptq", {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, plain_linear(q.gptq),
+                  family="gpt_oss", scheme="int4-g128", storage=None)
     c.add_stacked("step3_fp8_channel", channel, plain_linear(q.fp8_channel), family="step3", scheme="fp8-channel", storage=separate)
     c.add_stacked("step3_nvfp4", opt("NVFP4"), fp4(lambda rng, leaf: 2.0**-6 * rng.choice([1, 2])), family="step3", scheme="nvfp4", storage=separate)
 

@@ -104,7 +104,9 @@ bool lie_plain(const ModelConfig& config, const ShardSet& shards, const LayerSou
     if (name == source.correction_bias) return true;
     return std::any_of(modules.begin(), modules.end(), [&](std::string_view module) {
       if (module.empty()) return false;
-      if (!layout.bias_suffix.empty() && name == std::string(module).append(layout.bias_suffix)) {
+      const std::string_view bias = layout.bias_suffix;
+      if (!bias.empty() && name.ends_with(bias) &&
+          matches_pattern(module, name.substr(0, name.size() - bias.size()))) {
         return true;
       }
       const std::string_view suffix = source.weight_suffix;

@@ -96,6 +96,7 @@ class Planner {
     for (const LinearTensor& tensor : list) {
       const bool elsewhere = part == LayerPart::kExpert && source_.scales_stacked;
       if (elsewhere && tensor.kind != TensorKind::kWeight) continue;
+      if (tensor.kind == TensorKind::kZeroBias && spec_.has_expert_bias) continue;  // not zeros
       PlannedTensor planned{part,
                             projection,
                             tensor.kind,
@@ -199,6 +200,10 @@ class Planner {
     expert_linear(Projection::kGate, e, layout.gate, {is_fused(layout.storage) ? 2 * i : i, h});
     expert_linear(Projection::kUp, e, layout.up, {i, h});
     expert_linear(Projection::kDown, e, layout.down, {h, i});
+    if (!spec_.has_expert_bias) return;
+    if (!layout.gate.empty()) bias(Projection::kGate, e, layout.gate, {i});
+    if (!layout.up.empty()) bias(Projection::kUp, e, layout.up, {i});
+    bias(Projection::kDown, e, layout.down, {h});
   }
 
   // FP8 scales of all experts under the names of fused weights: blocks [E, 2I / n, H / k] and
@@ -274,15 +279,19 @@ class Planner {
     expert_linear(Projection::kDown, 0, layout.down, down);
     if (!spec_.has_expert_bias) return;
     const bool together = is_fused(layout.storage);
-    if (!layout.gate.empty()) bias(Projection::kGate, layout.gate, {experts, together ? 2 * i : i});
-    if (!together) bias(Projection::kUp, layout.up, {experts, i});
-    bias(Projection::kDown, layout.down, {experts, h});
+    if (!layout.gate.empty()) {
+      bias(Projection::kGate, 0, layout.gate, {experts, together ? 2 * i : i});
+    }
+    if (!together) bias(Projection::kUp, 0, layout.up, {experts, i});
+    bias(Projection::kDown, 0, layout.down, {experts, h});
   }
 
-  void bias(Projection projection, std::string_view module, const Shape& shape) {
-    tensors_.push_back({LayerPart::kExpert, projection, TensorKind::kBias, 0,
-                        full(fmt::format("{}{}", module, source_.layout->bias_suffix)), shape,
-                        kSmallTypes});
+  void bias(Projection projection, std::int64_t expert, std::string_view module,
+            const Shape& shape) {
+    tensors_.push_back(
+        {LayerPart::kExpert, projection, TensorKind::kBias, expert,
+         full(fmt::format("{}{}", expand_expert(module, expert), source_.layout->bias_suffix)),
+         shape, kSmallTypes});
   }
 
   const LayerSource& source_;

@@ -72,6 +72,9 @@ struct ExpertLayout {
   NameList<2> weight_suffixes;        // of a weight; two when both spellings exist
   std::string_view scale_suffix;      // of an FP8-block scale
   std::string_view bias_suffix = "";  // of an expert bias; empty: the family has none
+  // Written by quantisers, which split what transformers holds in one tensor, and by no one else:
+  // convert does not write it.
+  bool of_quantisers = false;
   constexpr bool present() const { return !down.empty(); }
 };
 
@@ -236,7 +239,7 @@ struct Family {
   bool shared_beside_block = false;  // its names are relative to the layer
   std::string_view shared_gate;
   InputNorm input_norm;
-  std::array<ExpertLayout, 3> layouts;
+  std::array<ExpertLayout, 5> layouts;
 };
 
 std::span<const Family> families();

@@ -32,6 +32,13 @@ constexpr ExpertLayout w123(std::string_view block) {
   return per_expert(block, "experts.{e}.w1", "experts.{e}.w3", "experts.{e}.w2");
 }
 
+// As quantisers of transformers' modules name single experts in families whose own files do not.
+constexpr ExpertLayout split_by_quantisers(std::string_view block) {
+  ExpertLayout layout = projections(block);
+  layout.of_quantisers = true;
+  return layout;
+}
+
 // The stacked form that recent exports keep: the same modules as in memory, not split again.
 constexpr ExpertLayout fused(ExpertStorage storage, std::string_view block) {
   ExpertLayout layout;
@@ -79,6 +86,12 @@ constexpr ExpertLayout gpt_oss_layout() {
   ExpertLayout layout = fused(ExpertStorage::kFusedNNInterleaved, "mlp");
   layout.weight_suffixes = {""};
   layout.bias_suffix = "_bias";
+  return layout;
+}
+
+constexpr ExpertLayout gpt_oss_split_layout() {
+  ExpertLayout layout = split_by_quantisers("mlp");
+  layout.bias_suffix = ".bias";
   return layout;
 }
 

@@ -12,7 +12,8 @@ constexpr Family mixtral() {
   f.model_types = {"mixtral"};
   f.width_fields = {"intermediate_size"};
   f.routing.renorm = RenormRule::kAlways;
-  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
+  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe"),
+               split_by_quantisers("block_sparse_moe"), split_by_quantisers("mlp")};
   return f;
 }
 
@@ -101,7 +102,8 @@ constexpr Family minimax_m2() {
   f.routing.renorm = RenormRule::kAlways;
   f.routing.bias = BiasRule::kStated;
   f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
-  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
+  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe"),
+               split_by_quantisers("block_sparse_moe"), split_by_quantisers("mlp")};
   f.assumed = {{"shared_moe_mode", ""}};  // how a shared expert, of which there is none, is added
   return f;
 }
@@ -133,7 +135,7 @@ constexpr Family granite() {
   f.gate_weight = "router.layer.weight";
   f.gate_weight_alternative = "router.weight";
   f.layouts = {granite_layout("block_sparse_moe", "input_linear", "output_linear"),
-               fused_nt("block_sparse_moe")};
+               fused_nt("block_sparse_moe"), split_by_quantisers("block_sparse_moe")};
   return f;
 }
 
@@ -180,7 +182,7 @@ constexpr Family gpt_oss() {
   f.assumed = {{"hidden_act", "\"silu\""}};
   f.gate_weight = "router.weight";
   f.gate_bias = "router.bias";
-  f.layouts = {gpt_oss_layout(), gpt_oss_mxfp4_layout()};
+  f.layouts = {gpt_oss_layout(), gpt_oss_mxfp4_layout(), gpt_oss_split_layout()};
   return f;
 }
 

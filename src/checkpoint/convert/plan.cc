@@ -56,7 +56,7 @@ Result<PlannedLayer> plan_layer_target(const MoeLayerSpec& spec, const Family& f
     if (!in_block(spec, layout)) continue;
     const bool own =
         layout.storage == ExpertStorage::kMxfp4Interleaved && format == ConvertFormat::kMxfp4;
-    if (!own && layout.storage != ExpertStorage::kPerExpert) continue;
+    if (!own && (layout.storage != ExpertStorage::kPerExpert || layout.of_quantisers)) continue;
     planned.own_mxfp4 = own;
     planned.gated = !layout.gate.empty();
     planned.gate = full(layout.gate);
@@ -230,8 +230,14 @@ class Planner {
       const std::string& name = t.info->name;
       const int layer = layer_of(name);
       if (layer >= 0) {
-        plan_.layers[static_cast<std::size_t>(layer)].bytes_in +=
-            static_cast<std::int64_t>(t.info->bytes());
+        PlannedLayer& planned = plan_.layers[static_cast<std::size_t>(layer)];
+        if (planned.own_mxfp4 && name.ends_with(".bias")) {
+          return {StatusCode::kUnsupported,
+                  fmt::format("convert: {}: a bias of one expert is not supported, need those of "
+                              "all experts in one tensor",
+                              quote_name(name))};
+        }
+        planned.bytes_in += static_cast<std::int64_t>(t.info->bytes());
         continue;
       }
       if (t.info->rank > kMaxRank) {

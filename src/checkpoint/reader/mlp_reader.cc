@@ -108,13 +108,13 @@ Status MlpReader::read_elements(TensorKind kind, const Window& w, std::byte* to)
 
 // --- biases ---
 
-// One row per expert, [E, rows_all], widened.
+// One row per expert, [E, rows_all], or the expert's own [rows_all], widened.
 Status MlpReader::read_bias(const Window& w, float* to) const {
   const ShardSet::Located& from = *stored(TensorKind::kBias, w);
   const std::int64_t span = (w.rows - 1) * w.row_step + 1;
   std::vector<std::byte> raw(static_cast<std::size_t>(span * dtype_bits(from.info->dtype) / 8));
   MOESAIC_RETURN_IF_ERROR(
-      read_rectangle(from, w.rows_all, {expert_, 1, w.first_row, span}, raw.data()));
+      read_rectangle(from, w.rows_all, {experts_before(), 1, w.first_row, span}, raw.data()));
   for (std::int64_t r = 0; r < w.rows; ++r) {
     to[r] = load_as_f32(raw.data(), from.info->dtype, r * w.row_step);
   }
