@@ -124,7 +124,9 @@ constexpr Family gemma4() {
   ExpertLayout layout = fused_nt("experts");
   layout.gate = "gate_up_proj";
   layout.down = "down_proj";
-  f.layouts = {layout};
+  ExpertLayout split = per_expert("experts", "{e}.gate_proj", "{e}.up_proj", "{e}.down_proj");
+  split.of_quantisers = true;
+  f.layouts = {layout, split};
   return f;
 }
 

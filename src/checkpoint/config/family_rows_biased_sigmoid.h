@@ -187,7 +187,7 @@ constexpr Family lfm2_moe() {
   f.routing.bias_field = "use_expert_bias";
   f.routing.reads_groups = false;
   f.correction_bias = {"expert_bias"};
-  f.layouts = {w123("feed_forward"), fused_nt("feed_forward")};
+  f.layouts = {w123("feed_forward"), fused_nt("feed_forward"), split_by_quantisers("feed_forward")};
   return f;
 }
 
@@ -239,7 +239,7 @@ constexpr Family kimi_linear() {
   f.shared_count_field = "num_shared_experts";
   f.shared_count_alias = "n_shared_experts";
   f.shared_unsaid = "the model's own code then has no shared expert, transformers has one";
-  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp")};
+  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), split_by_quantisers("block_sparse_moe")};
   f.assumed.add({{"moe_router_activation_func", "\"sigmoid\""},
                  {"use_grouped_topk", "true"},
                  {"moe_layer_freq", "1"}});

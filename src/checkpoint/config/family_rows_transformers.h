@@ -81,7 +81,7 @@ constexpr Family granite_swa() {
   f.gate_weight = "router.weight";
   f.shared_layout = granite_layout("", "shared_mlp.input_linear", "shared_mlp.output_linear");
   f.shared_beside_block = true;
-  f.layouts = {fused_nt("block_sparse_moe")};
+  f.layouts = {fused_nt("block_sparse_moe"), split_by_quantisers("block_sparse_moe")};
   return f;
 }
 
@@ -94,7 +94,7 @@ constexpr Family privacy_filter() {
   ExpertLayout layout = fused(ExpertStorage::kFusedNN, "mlp");
   layout.weight_suffixes = {""};
   layout.bias_suffix = "_bias";
-  f.layouts = {layout};
+  f.layouts = {layout, gpt_oss_split_layout()};
   f.assumed = {};
   return f;
 }
