@@ -171,6 +171,23 @@ TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
       "");
 }
 
+TEST(QuantConfigNames, OfSeveralPatternsTheAlphabeticallyFirstCounts) {
+  const auto of = [](const Json& a, const Json& b) {
+    return parse_quant(compressed({{"a", group(a, 4)}, {"b", group(b, 8)}}, Json::array()));
+  };
+  const auto bits = [&](const Json& a, const Json& b) {
+    return checkpoint::module_format(*of(a, b), "model.layers.0.mlp.experts.0.up_proj").bits;
+  };
+  EXPECT_EQ(bits({"re:.*mlp.*"}, {"re:.*experts.*"}), 8);
+  EXPECT_EQ(bits({"re:.*experts.*"}, {"re:.*mlp.*"}), 4);
+  EXPECT_EQ(bits({"Linear", "re:.*x"}, {"re:.*gate", "re:.*up_proj"}), 8);
+  EXPECT_EQ(mismatch(of({"Linear"}, {"re:.*gate", "Linear"}).status(), StatusCode::kAmbiguousFormat,
+                     {"\"a\" and \"b\"", "\"Linear\"", "differ"}),
+            "");
+  const Json twice = {{"a", group({"Linear"}, 4)}, {"b", group({"Linear"}, 4)}};
+  EXPECT_TRUE(parse_quant(compressed(twice, Json::array())).ok());
+}
+
 TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
   const auto format = [&](const Json& ignore) {

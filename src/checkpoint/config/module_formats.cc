@@ -204,14 +204,23 @@ bool skips_module(const QuantConfig& quant, std::string_view module) {
          });
 }
 
+// Names before patterns, patterns before the class; of several patterns the alphabetically first,
+// whatever the groups' order.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
   for (const int round : {0, 1, 2}) {
+    const QuantGroup* found = nullptr;
+    std::string_view first;
     for (const QuantGroup& group : quant.groups) {
       for (const std::string& target : group.targets) {
         const int kind = target == "Linear" ? 2 : target.starts_with("re:") ? 1 : 0;
-        if (kind == round && entry_matches(quant.rule, target, module)) return &group;
+        const bool later = found != nullptr && target >= first;
+        if (kind != round || later || !entry_matches(quant.rule, target, module)) continue;
+        found = &group;
+        first = target;
+        if (MOESAIC_FAULT(checkpoint_first_group_wins)) return found;
       }
     }
+    if (found != nullptr) return found;
   }
   return nullptr;
 }

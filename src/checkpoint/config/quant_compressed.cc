@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -295,6 +296,24 @@ Status refuse_transforms(const ConfigFields& fields) {
   return {};
 }
 
+// Of two groups with the same target the later one in the file is taken by the format's own reader;
+// which that is, a JSON object does not say.
+Status check_targets(const QuantConfig& quant, const std::string& where) {
+  std::map<std::string_view, const QuantGroup*> seen;
+  for (const QuantGroup& group : quant.groups) {
+    for (const std::string& target : group.targets) {
+      const auto [at, added] = seen.emplace(target, &group);
+      if (added || at->second->format == group.format) continue;
+      return {StatusCode::kAmbiguousFormat,
+              fmt::format("{}: config_groups: {} and {} have the target {} and differ, need one "
+                          "group for it",
+                          where, quote_name(at->second->name), quote_name(group.name),
+                          quote_name(target))};
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
@@ -336,6 +355,7 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
     if (weights && quant.linear.stored == StoredFormat::kPlain) quant.linear = made.format;
     quant.groups.push_back(std::move(made));
   }
+  MOESAIC_RETURN_IF_ERROR(check_targets(quant, fields.where()));
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "ignore", true, &quant));
   return quant;
 }
