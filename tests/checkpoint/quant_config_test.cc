@@ -188,6 +188,34 @@ TEST(QuantConfigNames, OfSeveralPatternsTheAlphabeticallyFirstCounts) {
   EXPECT_TRUE(parse_quant(compressed(twice, Json::array())).ok());
 }
 
+TEST(QuantConfigFormats, PackingHasTwoNames) {
+  const auto gptq = [](const Json& more) {
+    Json quant = {{"quant_method", "gptq"}, {"bits", 4}, {"group_size", 32}, {"sym", false}};
+    quant.update(more);
+    return parse_quant(quant);
+  };
+  EXPECT_TRUE(gptq(Json::object())->linear.zeros_minus_one);
+  EXPECT_FALSE(gptq({{"format", "gptq_v2"}})->linear.zeros_minus_one);
+  EXPECT_FALSE(
+      gptq({{"format", "gptq_v2"}, {"checkpoint_format", "gptq_v2"}})->linear.zeros_minus_one);
+  EXPECT_EQ(mismatch(gptq({{"format", "gptq_v2"}, {"checkpoint_format", "gptq"}}).status(),
+                     StatusCode::kAmbiguousFormat, {"checkpoint_format", "gptq_v2", "need one"}),
+            "");
+  EXPECT_EQ(mismatch(gptq({{"format", "marlin"}}).status(), StatusCode::kUnsupported,
+                     {"\"marlin\"", "gptq_v2"}),
+            "");
+  // Steps in front of a linear that its words say nothing of.
+  EXPECT_EQ(mismatch(gptq({{"rotation", "hadamard"}}).status(), StatusCode::kUnsupported,
+                     {"rotation \"hadamard\""}),
+            "");
+  EXPECT_EQ(mismatch(gptq({{"activation", {{"mode", "w4a8"}}}}).status(), StatusCode::kUnsupported,
+                     {"activation"}),
+            "");
+  const Json awq = {{"quant_method", "awq"}, {"bits", 4}, {"group_size", 32}, {"format", "gemv"}};
+  EXPECT_EQ(mismatch(parse_quant(awq).status(), StatusCode::kUnsupported, {"\"gemv\"", "gemm"}),
+            "");
+}
+
 TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
   const auto format = [&](const Json& ignore) {

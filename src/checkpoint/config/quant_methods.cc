@@ -59,6 +59,33 @@ Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   return {};
 }
 
+// The way of packing, which has two names; GPTQModel and transformers write both.
+Result<std::optional<std::string>> packing_of(const ConfigFields& fields, std::string_view name) {
+  constexpr std::string_view kOther = "format";
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.string(name));
+  MOESAIC_ASSIGN_OR_RETURN(const auto other, fields.string(kOther));
+  if (MOESAIC_FAULT(checkpoint_one_name_of_packing)) return stated;
+  if (stated && other && lower(*stated) != lower(*other)) {
+    return Status(StatusCode::kAmbiguousFormat,
+                  fmt::format("{}: {} is {}, but {} {}, need one of them", fields.where(), name,
+                              quote_name(*stated), kOther, quote_name(*other)));
+  }
+  return stated ? stated : other;
+}
+
+// What GPTQModel does to activations beside packing weights, which reading these alone would leave
+// out.
+Status refuse_activation_steps(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto rotation, fields.string("rotation"));
+  if (rotation && !MOESAIC_FAULT(checkpoint_rotation_is_ignored)) {
+    return fields.unsupported(
+        fmt::format("rotation {} is not supported, need none", quote_name(*rotation)));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* activation, fields.object("activation"));
+  if (activation == nullptr || activation->empty()) return {};
+  return fields.unsupported("activation is not supported, need none");
+}
+
 // GPTQ's list of the linears of a block that are quantised: parts of their names.
 Status read_quantized_modules(const ConfigFields& fields, QuantConfig* quant) {
   constexpr std::string_view kField = "modules_in_block_to_quantize";
@@ -124,7 +151,8 @@ Result<QuantConfig> parse_gptq(const ConfigFields& fields) {
   f.act_order = desc_act.value_or(false) && f.group_size > 0;
   MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("sym"));
   f.zero_points = !symmetric.value_or(true);
-  MOESAIC_ASSIGN_OR_RETURN(const auto format, fields.string("checkpoint_format"));
+  MOESAIC_RETURN_IF_ERROR(refuse_activation_steps(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto format, packing_of(fields, "checkpoint_format"));
   if (format && *format != "gptq" && *format != "gptq_v2") {
     return fields.unsupported(
         fmt::format("checkpoint_format: got {}, need gptq or gptq_v2", quote_name(*format)));
@@ -153,7 +181,7 @@ Result<QuantConfig> parse_awq(const ConfigFields& fields) {
     return fields.unsupported("zero_point: got false, need true");
   }
   f.zero_points = true;
-  MOESAIC_ASSIGN_OR_RETURN(const auto version, fields.string("version"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto version, packing_of(fields, "version"));
   if (version && lower(*version) != "gemm") {
     return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));
   }
