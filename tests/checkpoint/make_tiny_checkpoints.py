@@ -428,10 +428,11 @@ def families_of_2026(c):
     c.add("step3p5_memory", step, two(lambda s: layer(s, "fused_nt", "gate.e_score_correction_bias", "^mlp.shared_experts", 12)), step_spec)
     gemma = qwen3(model_type="gemma4_text", enable_moe_block=True, top_k_experts=2, hidden_activation="gelu_pytorch_tanh", rms_norm_eps=0.5)
     del gemma["num_experts_per_tok"], gemma["hidden_act"], gemma["norm_topk_prob"]
-    c.add("gemma4", {"model_type": "gemma4", "text_config": gemma},
-          two(lambda s: Layer(random.Random(s), 4, 16, 8).fused_nt(module="").normed_router(random.Random(s + 9))),
-          dict(plain, scoring="softmax", bias=False, activation="gelu_tanh", expert_scale=True, input_norm_eps=0.5),
-          prefix="model.language_model.layers.%d.experts", common="model.language_model.")
+    for name, experts in (("gemma4", Layer.fused_nt), ("gemma4_split", Layer.per_expert)):  # split: as quantisers do
+        c.add(name, {"model_type": "gemma4", "text_config": gemma},
+              two(lambda s: experts(Layer(random.Random(s), 4, 16, 8), module="").normed_router(random.Random(s + 9))),
+              dict(plain, scoring="softmax", bias=False, activation="gelu_tanh", expert_scale=True, input_norm_eps=0.5),
+              prefix="model.language_model.layers.%d.experts", common="model.language_model.")
 
 
 def gguf(c):
@@ -452,6 +453,14 @@ def gguf(c):
                dict(plain, quant="f32", activation_dtype="F32"))
     c.add_gguf("gguf_qwen2moe", metadata("qwen2moe", **sizes(expert_shared_feed_forward_length=24)),
                two(lambda s: layer(s).shared(random.Random(s), "x", 24, gate="g")), dict(plain, renormalize=False, shared=24, shared_gated=True))
+    c.add_gguf("gguf_qwen3vlmoe", metadata("qwen3vlmoe", **sizes(n_deepstack_layers=3)), two(layer), plain)
+    beside = {"expert_shared_feed_forward_length": 24}
+    c.add_gguf("gguf_qwen35moe", metadata("qwen35moe", **sizes(full_attention_interval=4, **beside)),
+               two(lambda s: layer(s).shared(random.Random(s), "x", 24, gate="g")), dict(plain, shared=24, shared_gated=True))
+    granite = dict(plain, routing="topk_softmax", renormalize=False)
+    c.add_gguf("gguf_granitehybrid", metadata("granitehybrid", **sizes(**beside)), two(lambda s: layer(s).shared(random.Random(s), "x", 24)),
+               dict(granite, shared=24, beside_block=True))
+    c.add_gguf("gguf_granitehybrid_alone", metadata("granitehybrid", **sizes(expert_shared_feed_forward_length=0)), two(layer), granite)
     v3 = sizes(expert_gating_func=2, expert_shared_count=2, expert_weights_scale=2.5, expert_weights_norm=True, leading_dense_block_count=1,
                expert_group_count=2, expert_group_used_count=1)
     c.add_gguf("gguf_deepseek_v3", metadata("deepseek2", **v3), two(lambda s: layer(s, "F32").shared(random.Random(s), "x", 16)),

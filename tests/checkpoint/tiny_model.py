@@ -233,12 +233,12 @@ class Layer:
 
     # --- storages of the experts ---
 
-    def per_expert(self, gate="gate_proj", up="up_proj", down="down_proj"):
+    def per_expert(self, gate="gate_proj", up="up_proj", down="down_proj", module="experts."):
         for n, x in enumerate(self.experts):
             for leaf, m in ((gate, x.gate), (up, x.up), (down, x.down))[0 if self.gated else 1:]:
                 if len(m[0][0]) != SIZES[self.dtype]:
                     continue  # of another dtype: mixed()
-                self.files["experts.%d.%s.weight" % (n, leaf)] = tensor(self.dtype, m)
+                self.files["%s%d.%s.weight" % (module, n, leaf)] = tensor(self.dtype, m)
             if self.dtype == "F8_E4M3":
                 for leaf, m in ((gate, x.gate_scale), (up, x.up_scale), (down, x.down_scale)):
                     self.files["experts.%d.%s.weight_scale_inv" % (n, leaf)] = tensor(self.scale_dtype, m)

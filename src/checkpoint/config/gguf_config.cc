@@ -28,7 +28,9 @@ constexpr auto kArchitectures = std::to_array<Architecture>({
     {"llama", "mixtral"},
     {"qwen2moe", "qwen2_moe"},
     {"qwen3moe", "qwen3_moe", true},
+    {"qwen3vlmoe", "qwen3_vl_moe_text"},
     {"qwen3next", "qwen3_next", true},
+    {"qwen35moe", "qwen3_5_moe_text"},
     {"deepseek2", "deepseek_v3"},
     {"glm4moe", "glm4_moe"},
     {"dots1", "dots1"},
@@ -38,6 +40,7 @@ constexpr auto kArchitectures = std::to_array<Architecture>({
     {"llama4", "llama4_text"},
     {"phimoe", "phimoe"},
     {"granitemoe", "granitemoe"},
+    {"granitehybrid", "granitemoe"},
     {"jamba", "jamba"},
     {"dbrx", "dbrx"},
     {"hunyuan-moe", "hunyuan_v1_moe"},
@@ -77,10 +80,13 @@ Result<const Architecture*> find_architecture(const GgufMetadata& metadata) {
 Result<std::string_view> model_type_of(const GgufMetadata& metadata,
                                        const Architecture& architecture, std::int64_t num_experts) {
   MOESAIC_ASSIGN_OR_RETURN(const auto gating, metadata.integer("expert_gating_func", 0, 255));
-  if (architecture.name == "granitemoe") {
+  if (architecture.model_type == "granitemoe") {
     MOESAIC_ASSIGN_OR_RETURN(const auto shared,
                              metadata.integer("expert_shared_feed_forward_length", 0, kMaxWidth));
-    if (shared.value_or(0) > 0) return std::string_view("granitemoeshared");
+    const bool hybrid = architecture.name == "granitehybrid";
+    if (shared.value_or(0) > 0) {
+      return std::string_view(hybrid ? "granitemoehybrid" : "granitemoeshared");
+    }
   }
   if (architecture.name != "deepseek2") return architecture.model_type;
   if (gating.value_or(kGatingSoftmax) != kGatingSigmoid) return std::string_view("deepseek_v2");
