@@ -216,6 +216,20 @@ TEST(QuantConfigFormats, PackingHasTwoNames) {
             "");
 }
 
+TEST(QuantConfigFormats, LayersHaveAsManyExperts) {
+  const auto sparse = [](const Json& method, const Json& counts) {
+    Json quant = compressed({{"a", group({"Linear"}, 4)}}, Json::array());
+    quant["moe_sparsity_config"] = {{"method", method}, {"num_experts", counts}};
+    return parse_quant(quant).status();
+  };
+  EXPECT_TRUE(sparse("prune", {nullptr, 96, 96}).ok());
+  EXPECT_EQ(mismatch(sparse("prune", {nullptr, 96, 95}), StatusCode::kUnsupported,
+                     {"moe_sparsity_config", "96 and 95", "all layers"}),
+            "");
+  EXPECT_EQ(mismatch(sparse("novice", {96, 96}), StatusCode::kUnsupported, {"\"novice\""}), "");
+  EXPECT_EQ(mismatch(sparse("prune", 96), StatusCode::kCorruptFile, {"num_experts", "list"}), "");
+}
+
 TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
   const auto format = [&](const Json& ignore) {

@@ -8,6 +8,7 @@
 
 #include "checkpoint/config/quant_methods.h"
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 #include "quant/block_scales.h"
 #include "quant/int4_fp8.h"
 #include "quant/mx.h"
@@ -296,6 +297,36 @@ Status refuse_transforms(const ConfigFields& fields) {
   return {};
 }
 
+// Experts that were left out, or made constants, in some layers: all layers are read as having the
+// experts that the model's configuration says.
+Status refuse_sparse_experts(const ConfigFields& fields) {
+  constexpr std::string_view kField = "moe_sparsity_config";
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object(kField));
+  if (object == nullptr || MOESAIC_FAULT(checkpoint_sparse_experts_unread)) return {};
+  const ConfigFields sparsity(*object, fmt::format("{}: {}", fields.where(), kField));
+  MOESAIC_ASSIGN_OR_RETURN(const auto method, sparsity.string("method"));
+  if (method != "prune") {
+    return sparsity.unsupported(
+        fmt::format("method: got {}, need \"prune\"", method ? quote_name(*method) : "none"));
+  }
+  const auto counts = object->find("num_experts");
+  if (counts == object->end() || !counts->is_array()) {
+    return {StatusCode::kCorruptFile,
+            fmt::format("{}: num_experts: need a list with an entry per layer", sparsity.where())};
+  }
+  const nlohmann::json* first = nullptr;
+  for (const nlohmann::json& count : *counts) {
+    if (count.is_null()) continue;  // a dense layer
+    if (first == nullptr) first = &count;
+    if (count == *first) continue;
+    return sparsity.unsupported(
+        fmt::format("num_experts: got {} and {}, need as many experts in "
+                    "all layers",
+                    first->dump(), count.dump()));
+  }
+  return {};
+}
+
 // Of two groups with the same target the later one in the file is taken by the format's own reader;
 // which that is, a JSON object does not say.
 Status check_targets(const QuantConfig& quant, const std::string& where) {
@@ -320,6 +351,7 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
   QuantConfig quant;
   quant.rule = NameRule::kExactOrRegex;
   MOESAIC_RETURN_IF_ERROR(refuse_transforms(fields));
+  MOESAIC_RETURN_IF_ERROR(refuse_sparse_experts(fields));
   MOESAIC_ASSIGN_OR_RETURN(const auto top_format, fields.string("format"));
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* groups, fields.object("config_groups"));
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* cache, fields.object("kv_cache_scheme"));
