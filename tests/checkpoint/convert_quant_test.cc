@@ -219,6 +219,17 @@ TEST_F(ConvertQuantized, WhatIsNoExpertIsCopiedAndDescribedAsBefore) {
   EXPECT_EQ(methods, (std::set<std::string>{"compressed-tensors", "parts"}));
 }
 
+// gpt-oss's own layout has the biases of all experts in one tensor, and copies that.
+TEST_F(ConvertQuantized, BiasesOfSingleExpertsAreNotLeftOut) {
+  const TempDir root;
+  ConvertOptions options;
+  options.scheme = "mxfp4";
+  const std::string from = sources_->path("gpt_oss_split");
+  expect_refusal(convert_checkpoint(from, root.path("out"), options).status(),
+                 StatusCode::kUnsupported, {"experts.0.", ".bias", "one tensor"});
+  EXPECT_FALSE(std::filesystem::exists(root.path("out")));
+}
+
 // Back and forth: what stays does not change, and no description is wrapped in another.
 TEST_F(ConvertQuantized, ResultsConvertAgain) {
   const std::string from = sources_->path("gptq");
