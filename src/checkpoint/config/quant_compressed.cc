@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checkpoint/config/compressed_operand.h"
 #include "checkpoint/config/quant_methods.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
@@ -19,87 +20,7 @@ namespace {
 
 constexpr std::size_t kMaxGroups = 64;
 
-// One side of a config group: "weights" or "input_activations".
-struct Operand {
-  std::int64_t bits = 0;
-  std::string type, strategy;
-  bool symmetric = true;
-  bool dynamic = false;
-  std::int64_t group_size = 0;
-  std::vector<std::int64_t> block;
-  std::string act_order;
-};
-
-// null or false is no act-order, "group" the kind that needs an index; the others are settled when
-// the file is written.
-Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
-  const auto it = json.find("actorder");
-  if (it == json.end() || it->is_null()) return {};
-  if (it->is_boolean()) {
-    if (it->get<bool>()) op->act_order = "group";
-    return {};
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("actorder"));
-  if (name && *name != "group" && *name != "weight" && *name != "static" && *name != "dynamic") {
-    return fields.unsupported(
-        fmt::format("actorder: got {}, need group, weight, static or null", quote_name(*name)));
-  }
-  op->act_order = name.value_or("");
-  if (op->act_order == "dynamic") op->act_order = "group";
-  return {};
-}
-
-// "dynamic" may also be the word "local": the block scales are computed, a global one is stored.
-Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
-  const auto it = json.find("dynamic");
-  if (it != json.end() && it->is_string()) {
-    if (it->get<std::string>() == "local") return {};
-    return fields.unsupported(fmt::format("dynamic: got {}, need true, false or local",
-                                          quote_name(it->get<std::string>())));
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const auto dynamic, fields.boolean("dynamic"));
-  op->dynamic = dynamic.value_or(false);
-  return {};
-}
-
-// [rows, columns], or the older spelling "128x128".
-Status read_block(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
-  const auto field = json.find("block_structure");
-  if (field != json.end() && *field == "128x128") {
-    op->block = {quant::kFp8BlockSize, quant::kFp8BlockSize};
-    return {};
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("block_structure", {1, 1 << 20}, 2));
-  if (block) op->block = *block;
-  return {};
-}
-
-Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::string_view name) {
-  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* json, group.object(name));
-  if (json == nullptr) return std::optional<Operand>();
-  const ConfigFields fields(*json, fmt::format("{}: {}", group.where(), name));
-  Operand op;
-  constexpr std::array<std::string_view, 1> kBits = {"num_bits"};
-  MOESAIC_ASSIGN_OR_RETURN(op.bits, fields.required_integer(kBits, {1, 64}));
-  MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("type"));
-  op.type = type.value_or("int");
-  if (op.type != "int" && op.type != "float") {
-    return fields.bad_value("type", quote_name(op.type), "int or float");
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("symmetric"));
-  op.symmetric = symmetric.value_or(true);
-  MOESAIC_RETURN_IF_ERROR(read_is_dynamic(*json, fields, &op));
-  MOESAIC_ASSIGN_OR_RETURN(const auto group_size, fields.integer("group_size", {-1, 1 << 20}));
-  op.group_size = group_size.value_or(0);
-  MOESAIC_RETURN_IF_ERROR(read_block(*json, fields, &op));
-  MOESAIC_ASSIGN_OR_RETURN(const auto strategy, fields.string("strategy"));
-  // When absent, it follows from the group size, as in the format's own reader.
-  op.strategy = strategy.value_or(op.group_size > 0   ? "group"
-                                  : op.group_size < 0 ? "channel"
-                                                      : "tensor");
-  MOESAIC_RETURN_IF_ERROR(read_act_order(*json, fields, &op));
-  return std::optional<Operand>(std::move(op));
-}
+using Operand = CompressedOperand;
 
 Status bad_weights(const ConfigFields& group, const Operand& w, std::string_view need) {
   return group.unsupported(fmt::format("weights: got {} {} bits, strategy {}, need {}", w.type,
@@ -246,8 +167,8 @@ Status fp4_format(const ConfigFields& group, const Operand& w, const std::option
 // Plain for a group without weights; `activation` then says whether it has activations.
 Result<LinearFormat> group_format(const ConfigFields& group,
                                   const std::optional<std::string>& stated) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto weights, read_operand(group, "weights"));
-  MOESAIC_ASSIGN_OR_RETURN(const auto inputs, read_operand(group, "input_activations"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto weights, read_compressed_operand(group, "weights"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto inputs, read_compressed_operand(group, "input_activations"));
   LinearFormat f;
   f.names = NameStyle::kCompressed;
   if (!weights) {
