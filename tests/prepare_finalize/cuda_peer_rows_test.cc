@@ -183,5 +183,57 @@ TEST(CudaPeerRows, AnotherCallAndARefusalAreNamed) {
                        StatusCode::kDevice, {"rank 2 did not take part"});
 }
 
+// What follows on rank 0 once its rows are sent: NaN, whatever words lie in its window.
+void expect_rank_0_ends_with_nan(PeerWorld& world, const PeerShapeCase& c) {
+  world.wait(0, PeerKind::kRows);
+  world.take(0);
+  world.answer(0);
+  world.wait(0, PeerKind::kAnswers);
+  world.sum(0);
+  world.synchronize();
+  const VirtualRank& v = world.rank(0);
+  const auto sums = v.sum->values<float>();
+  for (std::int64_t i = 0; i < v.live * c.hidden; ++i) {
+    ASSERT_TRUE(std::isnan(sums[static_cast<std::size_t>(i)])) << c.name() << " " << i;
+  }
+}
+
+// A graph that is replayed after its rank has refused a call finds the words of the call before.
+TEST(CudaPeerRows, AfterARefusalTheAnswersBeforeAreNotSummedAgain) {
+  REQUIRE_HOPPER();
+  for (const int ranks : {2, 3}) {
+    PeerShapeCase c;
+    c.ranks = ranks;
+    PeerWorld world(c, 0, 20'000'000);
+    ASSERT_EQ(world.call(1, std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 3)), "");
+    EXPECT_EQ(cuda::launch_peer_refuse(world.rank(0).place, world.stream()), 0);
+    world.send(0);
+    expect_rank_0_ends_with_nan(world, c);
+  }
+}
+
+// And after its rank has waited in vain, the answers that came too late.
+TEST(CudaPeerRows, AfterATimeOutLateAnswersAreNotSummed) {
+  REQUIRE_HOPPER();
+  for (const int ranks : {2, 3}) {
+    PeerShapeCase c;
+    c.ranks = ranks;
+    PeerWorld world(c, 0, 20'000'000);
+    for (int r = 0; r < ranks; ++r) {
+      world.fill(r, 8, 3);
+      world.make_results(r, 8);
+      world.send(r);
+    }
+    for (int r = 1; r < ranks; ++r) {
+      world.wait(r, PeerKind::kRows);
+      world.take(r);
+    }
+    expect_rank_0_ends_with_nan(world, c);
+    for (int r = 1; r < ranks; ++r) world.answer(r);
+    world.send(0);
+    expect_rank_0_ends_with_nan(world, c);
+  }
+}
+
 }  // namespace
 }  // namespace moesaic
