@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <string>
 
 #include "layer/layer_case.h"
@@ -17,6 +18,49 @@ namespace moesaic {
 namespace {
 
 using test::expect_refusal;
+
+// Some tens of milliseconds on a stream.
+class LongWork {
+ public:
+  LongWork() { EXPECT_EQ(cudaMalloc(&big_, kBytes), cudaSuccess); }
+  LongWork(const LongWork&) = delete;
+  LongWork& operator=(const LongWork&) = delete;
+  ~LongWork() { (void)cudaFree(big_); }
+  void put_on(cudaStream_t stream) const {
+    for (int i = 0; i < 200; ++i) {
+      EXPECT_EQ(cudaMemsetAsync(big_, i, kBytes, stream), cudaSuccess);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kBytes = std::size_t{1} << 30;
+  void* big_ = nullptr;
+};
+
+// A layer whose shared experts, the caller's, come when the routed ones have been launched, and fail
+// where they are told to.
+struct FailingLayer {
+  bool fails = false;
+  std::function<void(cudaStream_t)> before;
+  MoeLayerSpec spec = test::small_spec();
+  FusedMoE layer = test::make_layer(test::make_tensors(97, spec), options());
+
+ private:
+  FusedMoE::Options options() {
+    FusedMoE::Options o = test::on_gpu(32);
+    o.include_shared = false;
+    o.on_device.shared_experts = [this](Stream stream, ConstTensorView, TensorView to) -> Status {
+      auto* const on = static_cast<cudaStream_t>(stream.handle);
+      if (before) before(on);
+      if (fails) return {StatusCode::kOutOfMemory, "no room"};
+      const auto bytes = static_cast<std::size_t>(to.dim(0) * to.dim(1)) * sizeof(float);
+      return cudaMemsetAsync(to.data, 0, bytes, on) == cudaSuccess
+                 ? Status()
+                 : Status(StatusCode::kDevice, "memset");
+    };
+    return o;
+  }
+};
 
 TEST(CudaLiveLayer, CopiedRowsAreTheExpertsToTheBit) {
   if (!check_device(Device::cuda(0)).ok())
@@ -89,10 +133,8 @@ TEST(CudaLiveLayer, ForwardComesAfterWhatWasEnqueued) {
   ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
   const auto in = DeviceTensor::copy_of(x.view(), Device::cuda(0)).value();
   auto out = DeviceTensor::copy_of(want.output.view(), Device::cuda(0)).value();
-  constexpr std::size_t kBytes = std::size_t{1} << 30;
-  void* big = nullptr;
-  ASSERT_EQ(cudaMalloc(&big, kBytes), cudaSuccess);
-  for (int i = 0; i < 200; ++i) ASSERT_EQ(cudaMemsetAsync(big, i, kBytes, stream), cudaSuccess);
+  const LongWork work;
+  work.put_on(stream);
   ASSERT_TRUE(layer.enqueue({stream}, in.view(), out.view()).ok());
   ASSERT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
   std::string why;
@@ -100,7 +142,48 @@ TEST(CudaLiveLayer, ForwardComesAfterWhatWasEnqueued) {
       << why;
   EXPECT_EQ(cudaStreamQuery(stream), cudaSuccess);
   (void)cudaStreamDestroy(stream);
-  (void)cudaFree(big);
+}
+
+// Nor before what it left there and then failed.
+TEST(CudaLiveLayer, ForwardComesAfterAnEnqueueThatFailed) {
+  if (!check_device(Device::cuda(0)).ok())
+    GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
+  FailingLayer made;
+  const Tensor x = test::random_hidden(98, 17, made.spec.hidden_size);
+  const test::LayerRun want = test::run_layer(made.layer, x);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  const Tensor other = test::random_hidden(99, 17, made.spec.hidden_size);
+  const auto in = DeviceTensor::copy_of(other.view(), Device::cuda(0)).value();
+  auto out = DeviceTensor::copy_of(want.output.view(), Device::cuda(0)).value();
+  const LongWork work;
+  work.put_on(stream);
+  made.fails = true;
+  expect_refusal(made.layer.enqueue({stream}, in.view(), out.view()), StatusCode::kOutOfMemory,
+                 {"no room"});
+  made.fails = false;
+  ASSERT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
+  std::string why;
+  EXPECT_TRUE(
+      test::same_bits(test::run_layer(made.layer, x).output.view(), want.output.view(), &why))
+      << why;
+  EXPECT_EQ(cudaStreamQuery(stream), cudaSuccess);
+  (void)cudaStreamDestroy(stream);
+}
+
+// What forward has launched is over when it returns, also with an error: the next call may be one of a
+// stream that waits for nobody.
+TEST(CudaLiveLayer, AForwardThatFailedIsOver) {
+  if (!check_device(Device::cuda(0)).ok())
+    GTEST_SKIP() << check_device(Device::cuda(0)).to_string();
+  FailingLayer made;
+  const Tensor x = test::random_hidden(98, 17, made.spec.hidden_size);
+  Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+  const LongWork work;
+  made.fails = true;
+  made.before = [&](cudaStream_t stream) { work.put_on(stream); };
+  expect_refusal(made.layer.forward(x.view(), y.view()), StatusCode::kOutOfMemory, {"no room"});
+  EXPECT_EQ(cudaStreamQuery(nullptr), cudaSuccess);
 }
 
 // NaN in weights is data, on either device.

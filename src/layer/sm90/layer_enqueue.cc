@@ -140,13 +140,19 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
                                                  rows > 0 && matrices->shared_output.present()));
   }
   if (MOESAIC_FAULT(cuda_layer_leaves_rows_of_long_calls)) steps = std::min<std::int64_t>(steps, 1);
-  for (std::int64_t step = 0; step < steps; ++step) {
+  Status status;
+  for (std::int64_t step = 0; status.ok() && step < steps; ++step) {
     const std::int64_t first = std::min(step * chunk, rows);
-    const Status status = m.enqueue_rows(
-        stream, layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
-    if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
+    status = m.enqueue_rows(stream,
+                            layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
   }
-  MOESAIC_RETURN_IF_ERROR(impl_->last_call.end(stream.handle));
+  // What a call has launched before it failed is in the workspace as long.
+  Status ended;
+  if (status.ok() || !MOESAIC_FAULT(cuda_failed_call_is_not_waited_for)) {
+    ended = impl_->last_call.end(stream.handle);
+  }
+  if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
+  MOESAIC_RETURN_IF_ERROR(ended);
   return m.balance != nullptr ? m.balance->end_call(stream.handle) : Status();
 }
 

@@ -2,6 +2,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "layer/call_args.h"
 #include "layer/sm90/layer_impl.h"
@@ -152,9 +153,14 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
     stream = m.peers->stream();
   }
   MOESAIC_RETURN_IF_ERROR(m.last_call.before(stream));  // it may be in the workspace still
-  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(stream, rows, out)
-                                            : m.run_over_ranks(stream, rows, out));
-  MOESAIC_RETURN_IF_ERROR(synchronize(stream));
+  const Status ran =
+      m.mesh == nullptr ? m.run(stream, rows, out) : m.run_over_ranks(stream, rows, out);
+  // What a call has launched before it failed is in the workspace as long. Over ranks none follows it.
+  const bool waits =
+      ran.ok() || (m.mesh == nullptr && !MOESAIC_FAULT(cuda_failed_call_is_not_waited_for));
+  const Status done = waits ? synchronize(stream) : Status();
+  MOESAIC_RETURN_IF_ERROR(ran);
+  MOESAIC_RETURN_IF_ERROR(done);
   if (m.peers != nullptr) MOESAIC_RETURN_IF_ERROR(m.peers->health());
   layer::forget_padding(args);
   if (tokens == 0) return {};
