@@ -242,9 +242,9 @@ class FusedMoE {
     // shared experts only).
     bool inplace = false;
     // On a GPU: shared experts that are not computed as one more of the routed ones run on a stream of
-    // the layer's own beside gate, router and routed experts, with a workspace of their own. Events
-    // order it within the stream of the call, so that a graph captures both. The bits stay; explain
-    // shows it (stage_order). kUnsupported on the CPU and over ranks.
+    // the layer's own, of the priority of the call's, beside gate, router and routed experts, with a
+    // workspace of their own. Events order it within the stream of the call, so that a graph captures
+    // both. The bits stay; explain shows it (stage_order). kUnsupported on the CPU and over ranks.
     bool shared_stream = false;
     // false: the caller computes shared experts itself; their weights need not be there.
     bool include_shared = true;

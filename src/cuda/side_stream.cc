@@ -1,8 +1,10 @@
 #include "cuda/side_stream.h"
 
 #include <cuda_runtime.h>
+#include <fmt/format.h>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "cuda/device_memory.h"
 #include "cuda/first_kernel.h"
 
@@ -27,10 +29,10 @@ SideStream::~SideStream() {
   }
 }
 
-Status SideStream::create() {
+Status SideStream::create(int priority) {
   cudaStream_t stream = nullptr;
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("second stream", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      "second stream", cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority)));
   stream_ = stream;
   device_ = current_device();
   for (void** const event : {&forked_, &joined_}) {
@@ -49,6 +51,27 @@ Status SideStream::fork(void* stream) { return order("fork", stream, forked_, st
 Status SideStream::join(void* stream) {
   if (MOESAIC_FAULT(cuda_second_stream_not_joined)) return {};
   return order("join", stream_, joined_, stream);
+}
+
+Result<SideStream*> SideStreams::beside(void* stream) {
+  int priority = 0;
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      "second stream", cudaStreamGetPriority(static_cast<cudaStream_t>(stream), &priority)));
+  if (MOESAIC_FAULT(cuda_second_stream_of_any_priority)) priority = 0;
+  const auto at = static_cast<std::size_t>(-priority);
+  if (at >= of_.size()) {
+    return unsupported(
+        fmt::format("stream: got one of priority {}, need 0 to -{}", priority, of_.size() - 1));
+  }
+  SideStream& side = of_[at];
+  if (side.handle() != nullptr) return &side;
+  // Its first use is waited for, whatever is being captured meanwhile.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  MOESAIC_RETURN_IF_ERROR(check_call("second stream", cudaThreadExchangeStreamCaptureMode(&mode)));
+  const Status made = side.create(priority);
+  MOESAIC_RETURN_IF_ERROR(check_call("second stream", cudaThreadExchangeStreamCaptureMode(&mode)));
+  MOESAIC_RETURN_IF_ERROR(made);
+  return &side;
 }
 
 }  // namespace moesaic::cuda

@@ -124,7 +124,7 @@ Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
   if (plan.shared_stream && plan.adds_shared) {
     beside.reset(new (std::nothrow) Impl::Beside());
     if (!beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
-    MOESAIC_RETURN_IF_ERROR(beside->stream.create());
+    MOESAIC_RETURN_IF_ERROR(beside->streams.create());
   }
   Router::Options router_options = layer::layer_router_options(plan, t);
   router_options.device = options.device;

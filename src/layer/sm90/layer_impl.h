@@ -52,7 +52,7 @@ struct CudaLayer::Impl {
   LayerDeviceFunctions functions;  // of the caller's
   // FusedPlan::shared_stream: where shared experts run, for one call at a time.
   struct Beside {
-    SideStream stream;
+    SideStreams streams;
     std::mutex mutex;
   };
   std::unique_ptr<Beside> beside;

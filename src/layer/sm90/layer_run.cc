@@ -382,15 +382,16 @@ Status CudaLayer::Impl::run_routed_part(void* stream, const Rows& rows,
 Status CudaLayer::Impl::run_beside(void* stream, const Rows& rows, LayerWorkspace& w,
                                    const Out& out) const {
   const std::lock_guard<std::mutex> lock(beside->mutex);
-  void* const side = beside->stream.handle();
-  MOESAIC_RETURN_IF_ERROR(beside->stream.fork(stream));
+  MOESAIC_ASSIGN_OR_RETURN(SideStream* const other, beside->streams.beside(stream));
+  void* const side = other->handle();
+  MOESAIC_RETURN_IF_ERROR(other->fork(stream));
   Status shared_status =
       out.shared != nullptr
           ? shared_apart(side, rows, w, out.shared, out.shared_dtype, /*kept=*/false, {})
           : shared_to_workspace(side, rows, w, /*kept=*/false, {});
   const Status routed_status = run_routed_part(stream, rows, w);
   // In any case: a capture must not end with work that has not come back.
-  MOESAIC_RETURN_IF_ERROR(beside->stream.join(stream));
+  MOESAIC_RETURN_IF_ERROR(other->join(stream));
   MOESAIC_RETURN_IF_ERROR(shared_status);
   MOESAIC_RETURN_IF_ERROR(routed_status);
   return finish_rows(stream, rows, w, w.routed, out.shared == nullptr, out);
