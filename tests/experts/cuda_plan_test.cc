@@ -358,6 +358,18 @@ TEST(CudaPlan, WorkspaceIsMonotone) {
 
 // A list with room for some rows has memory for those, whatever else there may be of; with room for
 // more than there are pairs it is as large as one without a limit, but for the rows' own numbers.
+// Longer rows would be read as rows of no columns.
+TEST(CudaPlan, RowsHaveFewerThan2To31Bytes) {
+  for (const char* quant : {"bf16", "f16", "int8-bf16"}) {
+    MoeProblem p = test::small_problem(quant);
+    p.hidden_size = (std::int64_t{1} << 29) - 512;
+    EXPECT_TRUE(CudaExperts::can_implement(p).ok()) << CudaExperts::can_implement(p).to_string();
+    p.hidden_size = std::int64_t{1} << 29;
+    test::expect_refusal(CudaExperts::can_implement(p), StatusCode::kUnsupported,
+                         {"hidden_size: got 536870912", "at most 536870911"});
+  }
+}
+
 TEST(CudaPlan, WorkspaceIsForAsManyRowsAsTheListMayHave) {
   for (const char* quant : {"bf16", "fp8-block", "int8"}) {
     MoeProblem p = test::small_problem(quant);

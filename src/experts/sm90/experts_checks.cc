@@ -29,6 +29,12 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
     return unsupported(fmt::format("format: got batched with {}, need standard",
                                    compute_scheme_name(problem.quant.kind)));
   }
+  // The bytes of a row are counted in 31 bits, those of a result in F32 too.
+  constexpr std::int64_t kMostColumns = (std::int64_t{1} << 29) - 1;
+  if (problem.hidden_size > kMostColumns) {
+    return unsupported(
+        fmt::format("hidden_size: got {}, need at most {}", problem.hidden_size, kMostColumns));
+  }
   const MoeProblem of_rows = problem_of_rows(problem);
   if (of_rows.apply_router_weight_on_input && of_rows.top_k > 1) {
     return unsupported(fmt::format(
