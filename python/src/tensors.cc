@@ -371,6 +371,7 @@ void TensorArg::from_array_interface(std::string_view field, nb::object held, bo
   view_ =
       TensorView(static_cast<std::byte*>(address), row->dtype,
                  unwrap(Shape::from({dims.data(), rank})), cuda ? Device::cuda(0) : Device::cpu());
+  if (cuda) take_stream(field, item("stream"));
   if (cuda && nb::hasattr(object_, "device")) {
     const nb::object device = object_.attr("device");
     if (nb::hasattr(device, "id")) view_.device = Device::cuda(nb::cast<int>(device.attr("id")));
@@ -388,6 +389,23 @@ void TensorArg::from_array_interface(std::string_view field, nb::object held, bo
             fmt::format("{}: got a stride of {} bytes, need a multiple of {}", field, bytes, size));
     }
     if (!MOESAIC_FAULT(python_array_strides_ignored)) view_.strides[i] = bytes / size;
+  }
+}
+
+// On which the memory is written: an address, or 1 and 2 for the default streams. None (or none) says
+// that it has been.
+void TensorArg::take_stream(std::string_view field, PyObject* stream) {
+  if (stream == nullptr || stream == Py_None) return;
+  const auto handle =
+      cast_as<std::uintptr_t>(field, nb::borrow(stream), "a stream in the interface");
+  if (handle == 0) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("{}: got stream 0 in the array interface, which could be any default stream, "
+                      "need 1, 2 or an address",
+                      field));
+  }
+  if (!MOESAIC_FAULT(python_interface_stream_ignored)) {
+    written_on_.handle = reinterpret_cast<void*>(handle);
   }
 }
 
@@ -415,7 +433,7 @@ Stream TensorArg::current_stream() const {
 
 void TensorArg::wait_until_written() const {
   if (!view_.device.is_cuda() || MOESAIC_FAULT(python_weights_read_before_written)) return;
-  check(synchronize(view_.device, current_stream()));
+  check(synchronize(view_.device, knows_stream() ? current_stream() : written_on_));
 }
 
 ConstTensorView TensorArg::on_host(std::string_view field, Tensor* copy) const {

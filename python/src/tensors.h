@@ -41,8 +41,8 @@ class TensorArg {
   // The stream on which its framework works now; null where that is not known.
   Stream current_stream() const;
   bool knows_stream() const;
-  // What the framework has put on that stream is done: for memory that is read on another one.
-  // kDevice.
+  // What the framework has put on that stream (of __cuda_array_interface__: on the one that it names) is
+  // done: for memory that is read on another one. kDevice.
   void wait_until_written() const;
   // host_copy of it after wait_until_written().
   ConstTensorView on_host(std::string_view field, Tensor* copy) const;
@@ -54,6 +54,7 @@ class TensorArg {
  private:
   void from_table(std::string_view field, nanobind::handle object);
   void from_array_interface(std::string_view field, nanobind::object held, bool cuda);
+  void take_stream(std::string_view field, PyObject* stream);
   void from_dlpack(std::string_view field, nanobind::handle object);
   void take(std::string_view field, const DlTensor& t);
 
@@ -71,6 +72,7 @@ class TensorArg {
   nanobind::handle object_;
   nanobind::object interface_;  // NumPy's scalars (before 2.5) make memory that it keeps
   const DlExchange* api_ = nullptr;
+  Stream written_on_;  // of a __cuda_array_interface__
   std::unique_ptr<DlManagedVersioned, Release> versioned_;
   std::unique_ptr<DlManaged, Release> managed_;
 };

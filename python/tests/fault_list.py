@@ -41,6 +41,7 @@ BINDING = {
 ON_GPU = {
     "python_default_stream": ("test_gpu.py", "current_stream"),
     "python_weights_read_before_written": ("test_gpu.py", "after_they_are_written"),
+    "python_interface_stream_ignored": ("test_gpu.py", "an_interface_names"),
     "python_hidden_copy_to_device": ("test_gpu.py", "wrong_device"),
 }
 

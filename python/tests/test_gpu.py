@@ -250,8 +250,9 @@ def test_a_stream_that_is_named(own: OwnExperts, layer: moesaic.RoutedExperts, f
 class OnlyInterface:
     """Device memory of a framework without DLPack."""
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, stream: int | None = None) -> None:
         self.tensor = tensor
+        self.stream = stream
         self.dtype = str(tensor.dtype).removeprefix("torch.")
 
     @property
@@ -261,6 +262,7 @@ class OnlyInterface:
             "shape": tuple(self.tensor.shape),
             "typestr": kinds[self.dtype],
             "data": (self.tensor.data_ptr(), False),
+            "stream": self.stream,
             "version": 3,
         }
 
@@ -276,6 +278,22 @@ def test_other_frameworks_name_their_stream_and_output(own: OwnExperts, layer: m
     stream = torch.cuda.current_stream()
     layer(*arguments, out=OnlyInterface(out), stream=stream)
     assert torch.equal(out, layer(x, ids, weights))
+
+
+def test_weights_are_read_after_the_stream_that_an_interface_names(
+    own: OwnExperts, layer: moesaic.RoutedExperts
+) -> None:
+    real = [torch.tensor(w).bfloat16().to(CUDA) for w in (own.w13, own.w2)]
+    written = [torch.zeros_like(w) for w in real]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for to, w in zip(written, real, strict=True):
+            to.copy_(w)
+    w13, w2 = (OnlyInterface(w, stream.cuda_stream) for w in written)
+    there = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, device=CUDA)
+    assert torch.equal(there(*tensors(own)), layer(*tensors(own)))
 
 
 def test_arrays_of_cupy(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:

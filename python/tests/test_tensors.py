@@ -184,6 +184,28 @@ def test_memory_that_only_the_array_interface_keeps_lives_as_long_as_the_call(ow
     assert all((array == 77).all() for array in kept)  # and not longer
 
 
+class OnDevice:
+    """Device memory, as far as nobody looks at it."""
+
+    dtype = np.dtype("float32")
+
+    def __init__(self, shape: tuple[int, ...], stream: Any) -> None:
+        self.__cuda_array_interface__ = {"shape": shape, "data": (4096, False), "stream": stream, "version": 3}
+
+
+def test_a_stream_in_an_interface_is_one(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    out = np.empty_like(own.x)
+    for stream, message in (
+        (0, "^hidden_states: got stream 0 in the array interface"),
+        ("a", "^hidden_states: got .*, need a stream"),
+        (None, "^hidden_states: got a tensor on cuda:0, need one on cpu"),
+        (1, "^hidden_states: got a tensor on cuda:0, need one on cpu"),
+    ):
+        with pytest.raises(moesaic.InvalidArgument, match=message):
+            layer(OnDevice(own.x.shape, stream), own.ids, own.weights, out=out)
+
+
 def test_values_of_other_types_are_named(own: OwnExperts) -> None:
     for wrong in ("5", 1.5, 2**40, "x" * 1000, [1]):
         with pytest.raises(moesaic.InvalidArgument, match="^num_threads: got .*, need a whole number") as caught:
