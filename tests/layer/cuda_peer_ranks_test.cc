@@ -489,6 +489,42 @@ TEST(CudaPeerRanks, ARankThatRefusesItsArgumentsEndsTheCallOfAll) {
   EXPECT_EQ(wrong, "");
 }
 
+// What is only captured is no call: the rank whose arguments were refused captures and replays with others.
+TEST(CudaPeerRanks, ACaptureThatIsRefusedEndsNoCall) {
+  REQUIRE_HOPPER();
+  const LayerTensors tensors = test::make_tensors(55, test::deepseek_like());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  const std::string wrong = on_ranks(
+      2, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+        FusedMoE::Options o = options_of(engines_of(2, RankReduction::kPerRank), world);
+        o.ranks.engine = RankEngine::kPeerWindows;
+        const auto layer = make(o);
+        if (!layer.ok()) return layer.status().to_string();
+        RankCalls calls(650, tensors.spec.hidden_size, 2);
+        Status status = world->barrier("ready");
+        if (status.ok()) status = calls.enqueue(*layer, 0, 3);
+        if (!status.ok() || !calls.finish()) return status.to_string();
+        calls.keep();
+        if (rank == 1) {
+          expect_refusal(calls.capture(*layer, 0, kMostRows + 1), StatusCode::kLimitExceeded,
+                         {"tokens", "7"});
+        }
+        status = calls.capture(*layer, 0, 3);
+        if (!status.ok()) return status.to_string();
+        calls.poison();
+        if (!calls.finish()) return "poison";
+        status = world->barrier("replay");
+        if (!status.ok()) return status.to_string();
+        calls.replay(0);
+        if (!calls.finish()) return "the device has failed";
+        if (!layer->health().ok()) return layer->health().to_string();
+        if (!calls.same(0, 3)) return "other bits";
+        status = world->barrier("done");
+        return status.ok() ? "" : status.to_string();
+      });
+  EXPECT_EQ(wrong, "");
+}
+
 TEST(CudaPeerRanks, TheDefaultStreamOfASharedDeviceIsRefused) {
   REQUIRE_HOPPER();
   const LayerTensors tensors = test::make_tensors(56, test::deepseek_like());

@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/fault.h"
 #include "layer/sm90/layer_impl.h"
 #include "parallel/peer_window.h"
 #include "prepare_finalize/sm90/all_to_all.h"
@@ -131,8 +132,12 @@ Result<std::int64_t> CudaLayer::Impl::start_call(void* stream, const Status& che
 
 Status CudaLayer::Impl::give_up(void* stream, const Status& status) const {
   if (status.ok()) return status;
-  // A call that is only captured is none.
-  if (peers != nullptr && check_not_capturing(stream).ok()) peers->refuse(stream);
+  if (peers != nullptr) {
+    // A call that is only captured is none: nobody waits for it, and the next one may be in order.
+    const bool captured = check_not_capturing(stream).code() == StatusCode::kUnsupported;
+    if (captured && !MOESAIC_FAULT(cuda_refused_capture_ends_all_calls)) return status;
+    if (!captured) peers->refuse(stream);
+  }
   return mesh->give_up(status);
 }
 
