@@ -32,14 +32,16 @@ __device__ __forceinline__ void combine_band(const GroupedParams& p, const Share
   static_assert(L::kEpilogueThreads == (L::kSplit ? kBandRows / 2 : kBandRows));
   const int part = slab ? 2 * band + group : band;
   const int place = L::kSlabItems && alone ? group : 0;
+  // Other warps may yet read the one of both warpgroups.
+  const int flag = L::kSlabItems && alone ? 1 + group : 0;
   const int barrier = L::kSlabItems && alone ? kSlabBarrier + group : kRequantBarrier;
   const int thread = static_cast<int>(threadIdx.x) - place * threads;
   ptx::named_barrier_sync(barrier, threads);
   if (thread == 0) {
-    *sh.flag(place) = ptx::add_acq_rel(p.band_done + part, 1) + 1 == sh.num_groups(p) ? 1 : 0;
+    *sh.flag(flag) = ptx::add_acq_rel(p.band_done + part, 1) + 1 == sh.num_groups(p) ? 1 : 0;
   }
   ptx::named_barrier_sync(barrier, threads);
-  if (*sh.flag(place) == 0) return;
+  if (*sh.flag(flag) == 0) return;
   const std::int64_t column =
       static_cast<std::int64_t>(part) * rows + thread % (rows / kTokens) * 8;
   if (column >= p.hidden) return;

@@ -177,7 +177,7 @@ struct Layout {
   static constexpr int kProducerRegisters =
       kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
   static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
-  static_assert(kItemSlots * sizeof(Item) + 8 <= kItemSlots * 32 - kIndexSlots * 4);
+  static_assert(kItemSlots * sizeof(Item) + 12 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
 // Position in a ring of N slots, with the parity its barriers have there. Where N is a power of two
@@ -227,11 +227,12 @@ struct Shared {
   __device__ __forceinline__ Item* items() const {
     return reinterpret_cast<Item*>(generic + L::kOffsetItems);
   }
-  // Behind the items, which leave part of their slots' space unused: of a band or of a slab.
-  __device__ __forceinline__ volatile std::uint32_t* flag(int slab) const {
+  // Behind the items, which leave part of their slots' space unused: of both warpgroups, then
+  // of each alone.
+  __device__ __forceinline__ volatile std::uint32_t* flag(int place) const {
     return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
                                                      kItemSlots * sizeof(Item)) +
-           slab;
+           place;
   }
   // Indices of items that the first CTA of a pair takes for both: the end of the items' space.
   __device__ __forceinline__ std::uint32_t index_at(std::uint32_t s) const {
