@@ -380,10 +380,15 @@ void TensorArg::from_array_interface(std::string_view field, nb::object held, bo
   if (strides == nullptr || strides == Py_None) return;
   if (!PyTuple_Check(strides) || PyTuple_Size(strides) != PyTuple_Size(shape)) malformed();
   const std::int64_t size = row->bits / 8;
+  if (size == 0) {
+    raise(StatusCode::kInvalidLayout,
+          fmt::format("{}: got strides in bytes, need none for {}", field, dtype_name(row->dtype)));
+  }
   for (std::size_t i = 0; i < rank; ++i) {
     if (dims[i] <= 1) continue;
     const std::int64_t bytes =
         PyLong_AsLongLong(PyTuple_GetItem(strides, static_cast<Py_ssize_t>(i)));
+    if (PyErr_Occurred()) malformed();
     if (bytes % size != 0) {
       raise(StatusCode::kInvalidLayout,
             fmt::format("{}: got a stride of {} bytes, need a multiple of {}", field, bytes, size));

@@ -206,6 +206,23 @@ def test_a_stream_in_an_interface_is_one(own: OwnExperts) -> None:
             layer(OnDevice(own.x.shape, stream), own.ids, own.weights, out=out)
 
 
+class WithStrides:
+    def __init__(self, array: np.ndarray, dtype: str, strides: Any) -> None:
+        self.array, self.dtype = array, dtype
+        self.__array_interface__ = {**array.__array_interface__, "strides": strides}
+
+
+def test_strides_that_are_none_are_refused(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    for dtype, strides, message in (
+        ("F4", (4, 4), "^hidden_states: got strides in bytes, need none for F4"),
+        ("F32", ("a", 4), "^hidden_states: got a malformed array interface"),
+        ("F32", (2**70, 4), "^hidden_states: got a malformed array interface"),
+    ):
+        with pytest.raises(moesaic.Error, match=message):
+            layer(WithStrides(own.x, dtype, strides), own.ids, own.weights)
+
+
 def test_values_of_other_types_are_named(own: OwnExperts) -> None:
     for wrong in ("5", 1.5, 2**40, "x" * 1000, [1]):
         with pytest.raises(moesaic.InvalidArgument, match="^num_threads: got .*, need a whole number") as caught:
