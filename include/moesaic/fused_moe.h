@@ -121,9 +121,9 @@ struct RankOptions {
   // one, and CUDA_MODULE_LOADING=EAGER in the environment before CUDA starts. A process may see its
   // own GPU only (CUDA_VISIBLE_DEVICES). Threads that share a GPU, at most 8, call enqueue with
   // streams of their own, made with cudaStreamNonBlocking, on which a kernel has run before (a
-  // stream's first may wait for the kernels of others), and with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
-  // While a call is under way no rank creates or destroys layers, allocates or frees device memory:
-  // that may wait for a kernel that waits for this rank.
+  // stream's first may wait for the kernels of others), and with CUDA_DEVICE_MAX_CONNECTIONS=32 in
+  // the environment. While a call is under way no rank creates or destroys layers, allocates or
+  // frees device memory: that may wait for a kernel that waits for this rank.
   RankEngine engine = RankEngine::kMessages;
   // With peer windows: where their memory is from; empty is PeerMemory::kAuto. The same on all ranks.
   // kUnsupported where rows do not go through peer windows, or where it cannot be had; with

@@ -14,7 +14,8 @@ namespace {
 
 // null or false is no act-order, "group" the kind that needs an index; the others are settled when
 // the file is written.
-Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, CompressedOperand* op) {
+Status read_act_order(const nlohmann::json& json, const ConfigFields& fields,
+                      CompressedOperand* op) {
   const auto it = json.find("actorder");
   if (it == json.end() || it->is_null()) return {};
   if (it->is_boolean()) {
@@ -32,7 +33,8 @@ Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, Co
 }
 
 // "dynamic" may also be the word "local": the block scales are computed, a global one is stored.
-Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, CompressedOperand* op) {
+Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields,
+                       CompressedOperand* op) {
   const auto it = json.find("dynamic");
   if (it != json.end() && it->is_string()) {
     if (it->get<std::string>() == "local") return {};
@@ -58,7 +60,8 @@ Status read_block(const nlohmann::json& json, const ConfigFields& fields, Compre
 
 }  // namespace
 
-Result<std::optional<CompressedOperand>> read_compressed_operand(const ConfigFields& group, std::string_view name) {
+Result<std::optional<CompressedOperand>> read_compressed_operand(const ConfigFields& group,
+                                                                 std::string_view name) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* json, group.object(name));
   if (json == nullptr) return std::optional<CompressedOperand>();
   const ConfigFields fields(*json, fmt::format("{}: {}", group.where(), name));
