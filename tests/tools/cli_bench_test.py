@@ -114,6 +114,14 @@ class Bench(ToolTest):
                 self.assertLess(size["zipf:1.5"], 0.95 * size["uniform"])
                 self.assertLess(size["one"], 0.25 * size["uniform"])
 
+    def test_shared_experts_count_as_they_are_kept(self):
+        model = self.folder / "converted"
+        self.json_of("convert", "--model", MODELS / "mini-deepseek-v3", "--quant", "mxfp4", "--output", model)
+        layer = ["bench", "--stage", "layer", "--tokens", "64", "--seconds", "0", "--device", "cpu"]
+        weights = 3 * 256 * 128  # of one expert: 16 in MXFP4, a shared one in bf16
+        rest = 2 * 16 * 256 + 2 * 2 * 64 * 256  # the gate, rows in and out
+        self.assertEqual(self.json_of(*layer, "--model", model)["bytes"], weights * (16 * 17 / 32 + 2) + rest)
+
     def test_schemes_that_only_checkpoints_have(self):
         for name in ("fp8-static", "fp8-block-64x64", "fp8-block-32x128", "uint4-g128", "int4-g128-act-order", "fp4-bf16", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q3_k_m", "q5_k_m", "q4_0-int8", "q4_k-int8"):
             with self.subTest(scheme=name):

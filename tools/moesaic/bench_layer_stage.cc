@@ -10,6 +10,7 @@
 #include "bench_parts.h"
 #include "bench_random.h"
 #include "bench_reference.h"
+#include "layer/quant_selection.h"
 #include "layer_io.h"
 #include "moesaic/communicator.h"
 #include "options.h"
@@ -77,6 +78,14 @@ class LayerStage final : public BenchStage {
     }
     stage->keep_small(weights.tensors);
     stage->shared_quant_ = weights.shared_quant;
+    // As they are in memory: a model may leave them in another format than its routed experts.
+    if (settings.spec.shared.intermediate_size > 0) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          const layer::QuantPlan plan,
+          layer::plan_shared_quant(weights.shared_quant, settings.spec.quant,
+                                   settings.spec.activation_dtype, settings.options.quant));
+      stage->shared_in_force_ = plan.scheme;
+    }
     stage->gate_bytes_ = weights.tensors.gate_weight.bytes();
     MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer,
                              FusedMoE::create(std::move(weights), settings.options));
@@ -131,7 +140,7 @@ class LayerStage final : public BenchStage {
     const double shared = s_.options.ranks.cut_shared ? 1.0 / same_rows : 1.0;
     const double fixed =
         gate * static_cast<double>(gate_bytes_) +
-        shared * expert_bytes(spec, spec.shared.intermediate_size, layer_->quant());
+        shared * expert_bytes(spec, spec.shared.intermediate_size, shared_in_force_);
     const double of_expert = expert_bytes(spec, spec.intermediate_size, layer_->quant());
     std::set<std::int32_t> touched;
     const auto enough = [&](int i) {
@@ -323,7 +332,7 @@ class LayerStage final : public BenchStage {
   std::unique_ptr<FusedMoE> layer_;
   std::unique_ptr<ExpertSource> check_source_;
   std::unique_ptr<ExpertSource> check_shared_;
-  Scheme shared_quant_;
+  Scheme shared_quant_, shared_in_force_;
   Tensor experts_norm_weight_, shared_gate_weight_;
   std::int64_t gate_bytes_ = 0;
   std::unique_ptr<GpuStage> gpu_;
