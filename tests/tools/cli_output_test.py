@@ -6,6 +6,7 @@ usage: cli_output_test.py TOOL SOURCE_DIR [unittest arguments]
 
 import json
 import os
+import resource
 import shutil
 import stat
 import struct
@@ -98,6 +99,17 @@ class Output(ToolTest):
         if os.path.exists("/dev/full"):
             self.fails(USAGE, "--output", "/dev/full", arguments=self.command("/dev/full"))
             self.assertTrue(stat.S_ISCHR(os.stat("/dev/full").st_mode))
+
+    def test_a_limit_of_file_sizes_is_a_full_disk(self):
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))  # noqa: E731
+        convert = ["convert", "--model", MODELS / MODEL, "--quant", "mxfp8", "--output", self.folder / "model"]
+        for command in (self.command(self.folder / "out"), convert):
+            result = subprocess.run(
+                [TOOL, *(str(a) for a in command)], capture_output=True, text=True, preexec_fn=limit, timeout=300
+            )
+            self.assertEqual(result.returncode, USAGE, result.stderr)
+            self.assertIn("File too large", result.stderr)
+        self.assertEqual(list(self.folder.iterdir()), [])
 
     def test_a_terminal_needs_force(self):
         control, terminal = os.openpty()

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -92,6 +93,9 @@ int run_verb(int argc, char** argv) {
 }  // namespace
 
 int tool_main(int argc, char** argv) {
+  // A file above the limit of its size (ulimit -f) is an error like a full disk, which leaves
+  // nothing behind, and not the end of the process.
+  std::signal(SIGXFSZ, SIG_IGN);
   const Console console(wants_json(argc, argv), 0, /*results=*/true, reports_to(argc, argv));
   int code = kExitInternal;
   try {
