@@ -269,6 +269,8 @@ class CommandLine(ToolTest):
             words = cuda["reason"] or "need an index below"
             self.fails(UNSUPPORTED, words, arguments=["verify", "--model", model, "--device", device])
         self.fails(UNSUPPORTED, "hidden_size: got 48", arguments=["explain", "--shape", "4,2,48,48", "--quant", "mxfp4"])
+        # With a GPU as without one.
+        self.fails(UNSUPPORTED, "--device: got cuda, demo computes on the CPU", arguments=["demo", model, "--device", "cuda"])
 
     def test_a_full_disk_behind_stdout_is_no_success(self):
         if not Path("/dev/full").exists():

@@ -71,7 +71,7 @@ Result<Shown> show(const std::string& directory, const DemoArguments& state, Ori
   MOESAIC_ASSIGN_OR_RETURN(shown.spec, checkpoint.layer(block.layer));
 
   FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
-  options.device = Device::cpu();  // whose ceilings the table quotes
+  options.device = Device::cpu();  // check_cpu
   MOESAIC_ASSIGN_OR_RETURN(shown.as_is,
                            verify_block(checkpoint, directory, golden, block, options, origin));
   options.quant = "f32";
@@ -137,9 +137,18 @@ Status measure(const DemoArguments& state, cpu::Ceilings& best) {
   return {};
 }
 
+// The table quotes the CPU's ceilings.
+Status check_cpu(const CommonOptions& options) {
+  MOESAIC_RETURN_IF_ERROR(check_common_options(options, /*needs_device=*/false));
+  if (options.device.empty() || !chosen_device(options).is_cuda()) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("--device: got {}, demo computes on the CPU; need cpu, or verify and bench",
+                      options.device)};
+}
+
 int run_demo(const DemoArguments& state) {
   const Console console = state.common.console();
-  Status status = check_common_options(state.common);
+  Status status = check_cpu(state.common);
   cpu::Ceilings ceilings;
   if (status.ok()) status = measure(state, ceilings);
   if (!status.ok()) return console.fail(status, Origin::kOption);
@@ -187,6 +196,7 @@ Verb make_demo(CLI::App& root) {
       ->required();
   add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
+  app->get_option("--device")->description("cpu, where demo computes");
   return {app, [state] { return run_demo(*state); }};
 }
 
