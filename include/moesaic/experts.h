@@ -209,7 +209,7 @@ struct CandidateReport {
 // All rows with acceptance or reason.
 std::vector<CandidateReport> explain_experts(const MoeProblem& problem);
 // The first accepted row, or the row called `forced` (kNotFound lists the names; kUnsupported gives
-// its reason).
+// its reason). Without `forced` the same errors of MOESAIC_CPU_TIER where the device is the CPU.
 Result<const ExpertsBackend*> choose_experts(const MoeProblem& problem,
                                              std::string_view forced = {});
 

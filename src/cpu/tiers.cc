@@ -154,7 +154,11 @@ Result<const CpuKernels*> usable_kernels(std::string_view name) {
 
 Result<const CpuKernels*> current_kernels() {
   const std::string_view forced = forced_tier();
-  if (!forced.empty()) return kernels_by_name(forced);
+  if (!forced.empty()) {
+    Result<const CpuKernels*> named = kernels_by_name(forced);
+    if (!named.ok()) return named.status().with_context("MOESAIC_CPU_TIER");
+    return named;
+  }
   for (const TierInfo& t : cpu_tiers()) {
     if (t.available) return t.kernels;
   }

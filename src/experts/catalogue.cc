@@ -4,6 +4,8 @@
 #include <array>
 #include <string>
 
+#include "core/fault.h"
+#include "cpu/tiers.h"
 #include "experts/cpu/experts.h"
 #include "experts/cuda_general/general_experts.h"
 #include "experts/problem_checks.h"
@@ -111,6 +113,10 @@ std::vector<CandidateReport> explain_experts(const MoeProblem& problem) {
 Result<const ExpertsBackend*> choose_experts(const MoeProblem& problem, std::string_view forced) {
   // A problem that makes no sense is the caller's error, not a matter of backends.
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  // No tier's row accepts then, and the reference is not what was asked for.
+  if (forced.empty() && !problem.device.is_cuda() && !MOESAIC_FAULT(experts_tier_that_is_none)) {
+    MOESAIC_RETURN_IF_ERROR(cpu::current_kernels().status());
+  }
   std::string reasons;
   for (const ExpertsBackend& row : experts_catalogue()) {
     if (!forced.empty() && row.name != forced) continue;

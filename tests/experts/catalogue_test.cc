@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "experts/problem_checks.h"
 #include "support/experts_run.h"
@@ -57,6 +58,20 @@ TEST(ExpertsCatalogue, AForcedNameIsTakenOrRefused) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kNotFound);
   EXPECT_TRUE(contains(unknown.status().message(), "cpu_referense"));
   EXPECT_TRUE(contains(unknown.status().message(), "cpu_reference"));
+}
+
+TEST(ExpertsCatalogue, ATierThatIsNoneIsNotReplacedByTheReference) {
+  const char* before = std::getenv("MOESAIC_CPU_TIER");
+  const std::string kept = before != nullptr ? before : "";
+  ASSERT_EQ(setenv("MOESAIC_CPU_TIER", "avx1024", 1), 0);
+  const MoeProblem problem = small_problem("bf16");
+  const Status chosen = choose_experts(problem).status();
+  EXPECT_EQ(chosen.code(), StatusCode::kNotFound);
+  EXPECT_TRUE(contains(chosen.message(), "MOESAIC_CPU_TIER: CPU tier: got 'avx1024'"));
+  EXPECT_TRUE(choose_experts(problem, "cpu_reference").ok());
+  ASSERT_EQ(before != nullptr ? setenv("MOESAIC_CPU_TIER", kept.c_str(), 1)
+                              : unsetenv("MOESAIC_CPU_TIER"),
+            0);
 }
 
 TEST(ExpertsCatalogue, AProblemThatNobodyCanComputeKeepsItsOwnError) {

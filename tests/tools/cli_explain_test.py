@@ -272,6 +272,16 @@ class CommandLine(ToolTest):
         # With a GPU as without one.
         self.fails(UNSUPPORTED, "--device: got cuda, demo computes on the CPU", arguments=["demo", model, "--device", "cuda"])
 
+    def test_a_tier_that_is_none_is_refused(self):
+        model = MODELS / "mini-qwen3-moe"
+        bench = ["bench", "--shape", "8,2,64,32", "--tokens", "1", "--seconds", "0", "--stage"]
+        for command in (["env"], ["inspect", model], ["explain", "--model", model], ["explain", "--model", model, "--backend", "cpu_reference"],
+                        [*bench, "experts"], [*bench, "route"], ["bench", "--model", model], ["verify", "--model", model]):  # fmt: skip
+            with self.subTest(command=command):
+                result = run(*command, env={"MOESAIC_CPU_TIER": "avx1024"})
+                self.assertEqual(result.returncode, USAGE, result.stderr)
+                self.assertIn("MOESAIC_CPU_TIER: CPU tier: got 'avx1024'", result.stderr)
+
     def test_a_full_disk_behind_stdout_is_no_success(self):
         if not Path("/dev/full").exists():
             self.skipTest("no /dev/full here")

@@ -171,7 +171,7 @@ Verb make_balance(CLI::App& root) {
       ->check(whole_number(1, 65536))
       ->capture_default_str();
   add_output_options(*app, state->common);
-  return {app, [state] { return run_balance(*state); }};
+  return {app, [state] { return run_balance(*state); }, /*computes=*/false};
 }
 
 }  // namespace moesaic::tool

@@ -17,19 +17,15 @@ cpu::OperandKind operand_of(const cpu::CpuKernels& kernels, Arithmetic arithmeti
 
 }  // namespace
 
-Ceilings measure_ceilings(int threads, Arithmetic arithmetic) {
+Result<Ceilings> measure_ceilings(int threads, Arithmetic arithmetic) {
   static std::map<std::pair<Arithmetic, int>, Ceilings> done;
   const auto found = done.find({arithmetic, threads});
   if (found != done.end()) return found->second;
-  Ceilings ceilings;
-  const auto kernels = cpu::current_kernels();
-  if (kernels.ok()) {
-    const auto measured =
-        cpu::measure_ceilings(**kernels, operand_of(**kernels, arithmetic), threads);
-    if (measured.ok()) ceilings = {measured->read_gbps, measured->gflops};
-  }
-  done[{arithmetic, threads}] = ceilings;
-  return ceilings;
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
+  MOESAIC_ASSIGN_OR_RETURN(
+      const cpu::Ceilings measured,
+      cpu::measure_ceilings(*kernels, operand_of(*kernels, arithmetic), threads));
+  return done[{arithmetic, threads}] = {measured.read_gbps, measured.gflops};
 }
 
 }  // namespace moesaic::tool

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "moesaic/status.h"
+
 namespace moesaic::tool {
 
 struct Ceilings {
@@ -19,8 +21,8 @@ struct Ceilings {
 // has for activations that are exact in bf16, or int8 (the same where the tier has no such product).
 enum class Arithmetic { kF32, kNarrow, kInt8 };
 
-// Of the CPU tier in force. Measured once per process, thread count and arithmetic; zeros when no
-// tier can run.
-Ceilings measure_ceilings(int threads, Arithmetic arithmetic);
+// Of the CPU tier in force. Measured once per process, thread count and arithmetic. The errors of
+// cpu::current_kernels and cpu::measure_ceilings.
+Result<Ceilings> measure_ceilings(int threads, Arithmetic arithmetic);
 
 }  // namespace moesaic::tool

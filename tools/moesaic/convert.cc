@@ -119,7 +119,7 @@ Verb make_convert(CLI::App& root) {
       ->check(whole_number(0, 4096))
       ->capture_default_str();
   add_output_options(*app, state->common);
-  return {app, [state] { return run_convert(*state); }};
+  return {app, [state] { return run_convert(*state); }, /*computes=*/false};
 }
 
 }  // namespace moesaic::tool

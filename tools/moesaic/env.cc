@@ -55,9 +55,7 @@ std::string cuda_text(const CudaInfo& info) {
 int run_env(const CommonOptions& options) {
   const Console console = options.console();
   const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
-  if (!kernels.ok()) {
-    return console.fail(kernels.status(), Origin::kOption, "correct or unset MOESAIC_CPU_TIER");
-  }
+  if (!kernels.ok()) return console.fail(kernels.status(), Origin::kOption);
   const std::string_view in_force = (*kernels)->name;
   const std::vector<cpu::TierInfo>& tiers = cpu::cpu_tiers();
   Json tier_json = Json::array();

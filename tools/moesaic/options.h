@@ -44,6 +44,7 @@ struct CommonOptions {
 struct Verb {
   CLI::App* app = nullptr;
   std::function<int()> run;
+  bool computes = true;  // with the kernels of a CPU tier, or tells of that
 };
 
 // A subcommand with its examples at the end of --help.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "checkpoint/container/names.h"
+#include "cpu/tiers.h"
 #include "moesaic/log.h"
 #include "result_file.h"
 #include "usage.h"
@@ -85,7 +86,12 @@ int run_verb(int argc, char** argv) {
         .fail(usage.status, Origin::kOption, usage.next);
   }
   for (const Verb& verb : verbs) {
-    if (verb.app->parsed()) return verb.run();
+    if (!verb.app->parsed()) continue;
+    // Not an option and not the file's fault, whatever the verb finds out first.
+    const Status tier = verb.computes ? cpu::current_kernels().status() : Status();
+    if (tier.ok()) return verb.run();
+    return Console(wants_json(argc, argv), 0, /*results=*/true, reports_to(argc, argv))
+        .fail(tier, Origin::kOption, "correct or unset MOESAIC_CPU_TIER");
   }
   return kExitInternal;
 }

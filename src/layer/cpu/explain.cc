@@ -157,6 +157,7 @@ Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
   if (travels && !MOESAIC_FAULT(explain_lets_weighted_rows_travel)) {
     MOESAIC_RETURN_IF_ERROR(prepare_finalize::RowWire::can_carry(plan.routed, /*quantize=*/true));
   }
+  MOESAIC_RETURN_IF_ERROR(cpu::current_kernels().status());  // of gate and transport, too
   const Result<const ExpertsBackend*> routed =
       choose_layer_experts(plan.routed, options.backend, false);
   if (!routed.ok()) return routed.status().with_context("experts");
