@@ -120,10 +120,12 @@ bool matches(const nlohmann::json& row, const MoeLayerSpec& spec, std::string_vi
            row[key].get<double>() == static_cast<double>(want);
   };
   const std::string format = row.value("format", std::string());
-  return format.rfind(quant, 0) == 0 && is("E", spec.num_experts) &&
-         is("top_k", spec.routing.top_k) && is("hidden", spec.hidden_size) &&
-         is("intermediate", spec.intermediate_size) && row.contains("M") && row["M"].is_number() &&
-         row.contains("gemm12_us") && row["gemm12_us"].is_number();
+  // "fp8-block128" is fp8-block, "mxfp4-bf16" is not mxfp4.
+  const bool same = format.starts_with(quant) && !format.substr(quant.size()).starts_with('-');
+  return same && is("E", spec.num_experts) && is("top_k", spec.routing.top_k) &&
+         is("hidden", spec.hidden_size) && is("intermediate", spec.intermediate_size) &&
+         row.contains("M") && row["M"].is_number() && row.contains("gemm12_us") &&
+         row["gemm12_us"].is_number();
 }
 
 }  // namespace
