@@ -77,7 +77,11 @@ class Bench(ToolTest):
             {"impl": "other <one>", "format": "bf16", "E": 64, "top_k": 4, "hidden": 128, "intermediate": 64, "M": m,
              "gemm12_us": 40 + m} for m in (1, 3)
         ] + [{"impl": "of another layer", "format": "bf16", "E": 8, "top_k": 4, "hidden": 128, "intermediate": 64,
-              "M": 1, "gemm12_us": 5}]  # fmt: skip
+              "M": 1, "gemm12_us": 5},
+             {"impl": "of another format", "format": "bf16-fp8", "E": 64, "top_k": 4, "hidden": 128, "intermediate": 64,
+              "M": 1, "gemm12_us": 5},
+             {"impl": "the same format", "format": "bf16x", "E": 64, "top_k": 4, "hidden": 128, "intermediate": 64,
+              "M": 3, "gemm12_us": 50}]  # fmt: skip
         peers, picture = self.folder / "peers.jsonl", self.folder / "time.svg"
         peers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         points = self.points("--tokens", "1,3", "--peers", peers, "--plot", picture)
@@ -88,6 +92,8 @@ class Bench(ToolTest):
         for word in ("moesaic experts", "other <one>", "floor", "tokens"):
             self.assertIn(word, text)
         self.assertNotIn("of another layer", text)
+        self.assertNotIn("of another format", text)
+        self.assertIn("the same format", text)
         # Names reach the picture as they reach a terminal: XML knows no control characters.
         rows[0]["impl"] = "bad\x1b[31m\u0001\u202e&name"
         peers.write_text(json.dumps(rows[0]) + "\n")
@@ -96,13 +102,14 @@ class Bench(ToolTest):
         self.assertTrue(any(t.startswith("bad\\x1b[31m\\x01") and t.endswith("&name") for t in text), text)
         peers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         lines = [t for t in svg.iter() if t.tag.endswith("polyline")]
-        self.assertEqual([len(t.get("points").split()) for t in lines], [2, 2, 2])
+        self.assertEqual([len(t.get("points").split()) for t in lines], [2, 1, 2, 2])
         bad = ["bench", "--shape", self.SHAPE, "--tokens", "1", "--seconds", "0.01", "--device", "cpu"]
         self.fails(BAD_INPUT, "cannot be opened", arguments=[*bad, "--peers", self.folder / "none"])
         self.fails(BAD_INPUT, "directory", arguments=[*bad, "--peers", self.folder])
         peers.write_text("[1, 2]\n")
         self.fails(BAD_INPUT, "line 1", arguments=[*bad, "--peers", peers])
         self.fails(USAGE, "cannot create", arguments=[*bad, "--plot", self.folder / "no" / "such.svg"])
+        self.fails(USAGE, "--force requires --plot", arguments=[*bad, "--force"])
 
     def test_skewed_routing_touches_fewer_experts(self):
         for stage in ("experts", "layer"):

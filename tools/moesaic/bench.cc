@@ -371,11 +371,14 @@ Verb make_bench(CLI::App& root) {
   app->add_option("--seconds", state->seconds, "Time to spend on each point, at least")
       ->check(number(0.0, 3600.0))
       ->capture_default_str();
-  app->add_option("--plot", state->plot,
-                  "File to draw time against tokens into, as SVG; - is stdout (the table then goes "
-                  "to stderr)")
-      ->check(not_empty());
-  app->add_flag("--force", state->force, "Replace an existing file that is no plot of bench");
+  CLI::Option* plot =
+      app->add_option(
+             "--plot", state->plot,
+             "File to draw time against tokens into, as SVG; - is stdout (the table then goes "
+             "to stderr)")
+          ->check(not_empty());
+  app->add_flag("--force", state->force, "Replace an existing file that is no plot of bench")
+      ->needs(plot);
   app->add_option("--peers", state->peers,
                   "JSON lines with other implementations' times (impl, format, E, top_k, hidden, "
                   "intermediate, M, gemm12_us), for the table and the plot")

@@ -44,7 +44,12 @@ const CLI::Option* find_option(const std::vector<const CLI::Option*>& options,
 std::vector<std::string> names_of(const std::vector<const CLI::Option*>& options) {
   std::vector<std::string> names;
   for (const CLI::Option* option : options) {
-    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    for (const std::string& name : option->get_lnames()) {
+      // A group of options has a --help of its own.
+      if (std::find(names.begin(), names.end(), "--" + name) == names.end()) {
+        names.push_back("--" + name);
+      }
+    }
   }
   return names;
 }
