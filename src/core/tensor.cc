@@ -9,6 +9,7 @@
 #include <cstring>
 #include <new>
 
+#include "core/available_memory.h"
 #include "core/checked.h"
 #include "core/fault.h"
 
@@ -147,6 +148,9 @@ void Tensor::Free::operator()(std::byte* p) const { std::free(p); }
 
 Result<Tensor> Tensor::uninitialized(DType dtype, const Shape& shape) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(dtype, shape));
+  if (const Status there = check_available_memory("a tensor", bytes); !there.ok()) {
+    return there.with_context("shape " + shape.to_string());
+  }
   Tensor t;
   t.dtype_ = dtype;
   t.shape_ = shape;

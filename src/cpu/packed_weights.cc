@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/available_memory.h"
 #include "core/checked.h"
 #include "core/fault.h"
 
@@ -255,6 +256,7 @@ Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
   WeightBuffer buffer;
   buffer.bytes_ = bytes;
   if (bytes == 0) return buffer;
+  MOESAIC_RETURN_IF_ERROR(check_available_memory("weights", bytes));
   void* p = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) {
@@ -274,6 +276,7 @@ Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
   WeightBuffer buffer;
   buffer.bytes_ = bytes;
   if (bytes == 0) return buffer;
+  MOESAIC_RETURN_IF_ERROR(check_available_memory("weights", bytes));
   auto* p = static_cast<std::byte*>(
       std::aligned_alloc(64, static_cast<std::size_t>(round_up(bytes, 64))));
   if (p == nullptr) {
