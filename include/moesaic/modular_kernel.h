@@ -137,8 +137,9 @@ struct AllToAllOptions {
   // owns one of its experts.
   bool gather = false;
   // Where the scheme quantises a row by itself (fp8-block), rows travel as codes and scales: half
-  // the bytes of bf16, the same bits in the experts. Other schemes, and false: rows travel in the
-  // dtype to which the scheme rounds hidden states and are quantised where they arrive.
+  // the bytes of bf16, the same bits in the experts. Other schemes, rows that the weights of several
+  // experts multiply on the input (but in slabs), and false: rows travel in the dtype to which the
+  // scheme rounds hidden states and are quantised where they arrive.
   bool quantize_before_dispatch = true;
   // Results on their way back: kF32, or kBF16 for half the bytes and one more rounding of each
   // partial result (2^-9 relative).

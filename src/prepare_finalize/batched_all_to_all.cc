@@ -1,5 +1,5 @@
 // Low latency: one message each way, into slabs of fixed capacity. A row travels once for each of
-// its experts, needs neither ids nor weights there, and its k results are weighted and added up
+// its experts (times its weight where that acts on the input), needs neither ids nor weights there, and its k results are weighted and added up
 // where it came from, in slot order, as one rank alone would do it.
 #include <fmt/format.h>
 
@@ -38,7 +38,7 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
     std::int32_t* counts = nullptr;    // [E_l] their sum
     std::int32_t* slot_row = nullptr;  // [T, k] place among this rank's rows for that expert
     std::int64_t* first = nullptr;     // [E] first row of an expert in its rank's message
-    std::byte* packed = nullptr;       // [T] rows as they travel
+    std::byte* packed = nullptr;       // [T, rows_per_token()] rows as they travel
     std::byte* hidden = nullptr;       // [E_l, R * T, H] of the wire's dtype
     float* scales = nullptr;           // [E_l, R * T, groups]
     float* scratch = nullptr;          // of the wire, or two rows
@@ -51,7 +51,7 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
     b.counts = arena.take<std::int32_t>(p_.num_local_experts);
     b.slot_row = arena.take<std::int32_t>(max_tokens_ * p_.top_k);
     b.first = arena.take<std::int64_t>(p_.num_experts);
-    b.packed = arena.take<std::byte>(max_tokens_ * wire_.row_bytes());
+    b.packed = arena.take<std::byte>(max_tokens_ * wire_.rows_per_token() * wire_.row_bytes());
     b.hidden = arena.take<std::byte>(slab_rows * wire_.hidden_bytes());
     b.scales = arena.take<float>(slab_rows * wire_.groups());
     b.scratch = arena.take<float>(std::max(wire_.scratch_floats(), 2 * p_.hidden_size));
@@ -166,12 +166,13 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
       rows[static_cast<std::size_t>(r)] = to;
     }
     const auto* ids = a.topk_ids.as<std::int32_t>();
+    const std::int64_t slots = p_.top_k / wire_.rows_per_token();  // of a packed row
     for (std::int64_t s = 0; s < a.hidden_states.dim(0) * p_.top_k; ++s) {
       if (ids[s] < 0) continue;
       const auto e = static_cast<std::size_t>(ids[s]);
       std::byte* to = rows[static_cast<std::size_t>(directory_.owner[e])];
       std::memcpy(to + (b.first[e] + b.slot_row[s]) * wire_.row_bytes(),
-                  b.packed + s / p_.top_k * wire_.row_bytes(),
+                  b.packed + s / slots * wire_.row_bytes(),
                   static_cast<std::size_t>(wire_.row_bytes()));
     }
   }
@@ -293,9 +294,10 @@ Status check_sizes(const MoeProblem& problem, const AllToAllOptions& options,
       *std::max_element(directory.num_local.begin(), directory.num_local.end());
   const auto slabs = checked_mul(most, problem.max_tokens);
   const auto message = checked_mul(options.max_tokens_per_rank, std::min(problem.top_k, most));
+  const auto packed = checked_mul(options.max_tokens_per_rank, wire.rows_per_token());
   const auto row = checked_mul(problem.hidden_size, std::int64_t{sizeof(float)});
-  if (slabs && message && row) {
-    const std::int64_t rows = std::max({*slabs, *message, options.max_tokens_per_rank});
+  if (slabs && message && packed && row) {
+    const std::int64_t rows = std::max({*slabs, *message, *packed});
     const auto bytes = checked_mul(rows, std::max(*row, wire.row_bytes()));
     // Counts travel with the rows; 2^61 leaves room for them.
     if (bytes && *bytes < std::int64_t{1} << 61) return {};

@@ -5,11 +5,9 @@
 #include <array>
 #include <string>
 
-#include "core/fault.h"
 #include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
-#include "prepare_finalize/row_wire.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
 
 namespace moesaic::prepare_finalize {
@@ -52,15 +50,9 @@ Status batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   }
   return rows_are_here("batched_reference", parallel);
 }
-// Rows as a layer sends them: quantised where their scheme allows it.
-Status rows_can_travel(const MoeProblem& problem) {
-  if (MOESAIC_FAULT(explain_lets_weighted_rows_travel)) return {};
-  return RowWire::can_carry(problem, /*quantize=*/true);
-}
 Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all", parallel));
-  MOESAIC_RETURN_IF_ERROR(rows_can_travel(problem));
   return expect_cpu(problem.device);
 }
 Status gathers_rows(std::string_view name, const ParallelConfig& parallel) {
@@ -86,7 +78,6 @@ Status slabs_have_room(const MoeProblem& problem, const ParallelConfig& parallel
 Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
-  MOESAIC_RETURN_IF_ERROR(rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(slabs_have_room(problem, parallel));
   return expect_cpu(problem.device);
 }
@@ -98,7 +89,6 @@ Status cuda_all_to_all_batched(const MoeProblem& problem, const ParallelConfig& 
 Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(gathers_rows("all_gather_reduce_scatter", parallel));
-  MOESAIC_RETURN_IF_ERROR(rows_can_travel(problem));
   return expect_cpu(problem.device);
 }
 

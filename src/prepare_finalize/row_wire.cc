@@ -1,6 +1,5 @@
 #include "prepare_finalize/row_wire.h"
 
-#include <fmt/format.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -31,21 +30,8 @@ std::uint8_t code_of_exact(float value) {
 
 }  // namespace
 
-Status RowWire::can_carry(const MoeProblem& problem, bool quantize) {
-  const bool codes = quantize && problem.quant.kind == ComputeScheme::kFp8Block;
-  const bool weighted = problem.apply_router_weight_on_input &&
-                        (codes || problem.format == ActivationFormat::kBatched);
-  if (!weighted || problem.top_k <= 1) return {};
-  return {StatusCode::kUnsupported,
-          fmt::format("top_k: got {} with apply_router_weight_on_input, need 1, or rows that "
-                      "travel unquantised in the standard format (a row travels once for "
-                      "all of its experts)",
-                      problem.top_k)};
-}
-
 Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   MOESAIC_RETURN_IF_ERROR(validate(problem.quant));
-  MOESAIC_RETURN_IF_ERROR(can_carry(problem, quantize));
   RowWire w;
   MOESAIC_ASSIGN_OR_RETURN(w.kernels_, cpu::current_kernels());
   w.round_dtype_ = quant::operand_dtype(problem.activation_dtype, problem.quant.kind);
@@ -53,14 +39,19 @@ Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   w.hidden_ = problem.hidden_size;
   w.top_k_ = problem.top_k;
   w.num_threads_ = cpu::resolve_threads(problem.num_threads);
-  if (quantize && problem.quant.kind == ComputeScheme::kFp8Block) {
+  const bool batched = problem.format == ActivationFormat::kBatched;
+  const bool several = problem.apply_router_weight_on_input && problem.top_k > 1;
+  if (several && batched && !MOESAIC_FAULT(row_wire_one_weight_for_all_experts)) {
+    w.rows_per_token_ = problem.top_k;
+  }
+  const bool one_row_for_all = several && !batched && !MOESAIC_FAULT(row_wire_codes_of_one_weight);
+  if (quantize && !one_row_for_all && problem.quant.kind == ComputeScheme::kFp8Block) {
     w.dtype_ = DType::kF8E4M3;
     w.groups_ = ceil_div(problem.hidden_size, quant::kFp8BlockSize);
     w.power_of_two_ = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   }
   w.hidden_bytes_ = problem.hidden_size * dtype_bits(w.dtype_) / 8;
-  w.weight_on_input_ = problem.apply_router_weight_on_input &&
-                       (w.quantized() || problem.format == ActivationFormat::kBatched);
+  w.weight_on_input_ = problem.apply_router_weight_on_input && (w.quantized() || batched);
   return w;
 }
 
@@ -105,7 +96,8 @@ void RowWire::pack_row(const std::byte* x, DType dtype, float weight, float* scr
 void RowWire::pack(const ConstTensorView& x, const float* weights, float* scratch, std::byte* to,
                    std::int64_t stride) const {
   const std::int64_t step = x.strides[0] * dtype_bits(x.dtype) / 8;
-  const std::int64_t rows = x.dim(0);
+  const std::int64_t rows = x.dim(0) * rows_per_token_;
+  const std::int64_t slots = top_k_ / rows_per_token_;  // of a row
   // About a nanosecond an element, copied or quantised.
   const double us = static_cast<double>(rows) * static_cast<double>(hidden_) * 1e-3;
 #pragma omp parallel num_threads(rows > 1 ? cpu::team_size(us, num_threads_) : 1)
@@ -113,8 +105,9 @@ void RowWire::pack(const ConstTensorView& x, const float* weights, float* scratc
     const cpu::ScopedIeeeMode ieee;
     float* mine = scratch + omp_get_thread_num() * (hidden_ + groups_);
 #pragma omp for schedule(static)
-    for (std::int64_t t = 0; t < rows; ++t) {
-      pack_row(x.data + t * step, x.dtype, weights[t * top_k_], mine, to + t * stride);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      pack_row(x.data + r / rows_per_token_ * step, x.dtype, weights[r * slots], mine,
+               to + r * stride);
     }
   }
 }

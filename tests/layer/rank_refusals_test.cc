@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "layer/rank_case.h"
-#include "moesaic/modular_kernel.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
 
@@ -190,53 +189,6 @@ TEST(RankRefusals, WhatOneRankRefusesIsToldByItsNumber) {
   EXPECT_TRUE(found[0].ok() && found[1].ok());
   expect_refusal(found[2], StatusCode::kInvalidArgument, {"rank 3 refused: invalid_dtype: x"});
   expect_refusal(found[3], StatusCode::kInvalidDType, {"x"});
-}
-
-// A row that travels once cannot bring the weights of several experts along: explain says so, too.
-TEST(RankRefusals, ExplainRefusesRowsThatCannotTravelWeighted) {
-  MoeLayerSpec spec = test::llama4_like();
-  spec.routing.top_k = 3;
-  const test::LayerTensors tensors = test::make_tensors(54, spec);
-  for (const RankTransport transport : {RankTransport::kBatched, RankTransport::kAllToAll}) {
-    for (const std::string quant : {"bf16", "fp8-block"}) {
-      const bool refused = transport == RankTransport::kBatched || quant == "fp8-block";
-      on_both(
-          [&](int rank, const auto& world) -> Status {
-            FusedMoE::Options o = options_of(rank, 1, 2, transport, world);
-            o.quant = quant;
-            const Status made = test::maker_of(tensors)(o).status();
-            EXPECT_EQ(explain_layer(spec, o).status().to_string(), made.to_string());
-            return made;
-          },
-          [&](int, const Status& status) {
-            EXPECT_EQ(!status.ok(), refused) << status.to_string();
-            if (refused) expect_refusal(status, StatusCode::kUnsupported, {"top_k: got 3"});
-          });
-    }
-  }
-  MoeProblem problem;
-  problem.num_experts = 8;
-  problem.num_local_experts = 4;
-  problem.top_k = 3;
-  problem.hidden_size = 64;
-  problem.intermediate_size = 32;
-  problem.max_tokens = 8;
-  problem.quant = quant_scheme_from_name("fp8-block").value();
-  problem.apply_router_weight_on_input = true;
-  ParallelConfig parallel;
-  parallel.ep_size = parallel.dp_size = 2;
-  const auto accepted = [&] {
-    std::string names;
-    for (const CandidateReport& row : explain_prepare_finalize(problem, parallel)) {
-      if (row.accepted) names += row.name + " ";
-    }
-    return names;
-  };
-  EXPECT_EQ(accepted(), "");
-  problem.quant = quant_scheme_from_name("bf16").value();
-  EXPECT_EQ(accepted(), "all_to_all all_gather_reduce_scatter ");
-  problem.format = ActivationFormat::kBatched;
-  EXPECT_EQ(accepted(), "");
 }
 
 // A caller's function that refuses or throws, on rank 1.

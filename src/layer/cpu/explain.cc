@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/fault.h"
 #include "core/refusal.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
@@ -14,7 +13,6 @@
 #include "layer/cpu/engine.h"
 #include "moesaic/communicator.h"
 #include "moesaic/numerics.h"
-#include "prepare_finalize/row_wire.h"
 #include "router/route_row.h"
 
 namespace moesaic::layer {
@@ -153,10 +151,6 @@ void append_cpu_candidates(ExplainStage stage, const FusedPlan& plan, std::strin
 
 Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
                           const FusedMoE::Options& options, LayerExplanation& explanation) {
-  const bool travels = plan.ranks.active && plan.ranks.transport != RankTransport::kNone;
-  if (travels && !MOESAIC_FAULT(explain_lets_weighted_rows_travel)) {
-    MOESAIC_RETURN_IF_ERROR(prepare_finalize::RowWire::can_carry(plan.routed, /*quantize=*/true));
-  }
   MOESAIC_RETURN_IF_ERROR(cpu::current_kernels().status());  // of gate and transport, too
   const Result<const ExpertsBackend*> routed =
       choose_layer_experts(plan.routed, options.backend, false);
