@@ -40,7 +40,9 @@ class Router {
   struct Options {
     // What to compute. routed_scaling_factor multiplies the weights after renormalisation unless
     // scale_on_output; with methods llama4, custom and simulated, where the router has no place
-    // for it, it must be 1 or scale_on_output be set. An impossible grouping (num_experts <=
+    // for it, it must be 1 or scale_on_output be set. Numbers that the method does not read (p_norm,
+    // jitter_eps; without renormalisation by the sum renorm_floor and renorm_epsilon) keep their
+    // defaults. An impossible grouping (num_experts <=
     // num_expert_group, or not a multiple) becomes ungrouped top-k: spec() and name() say so, and a
     // warning goes to the log sink. (FusedMoE refuses such a layer.)
     RoutingSpec spec;

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "core/row_span.h"
 #include "moesaic/log.h"
@@ -25,6 +26,31 @@ bool selects_on_scores(RoutingMethod method) {
     default:
       return false;
   }
+}
+
+// A number that the rule does not read stays as a spec has it that says nothing.
+Status check_unread_numbers(const RoutingSpec& r) {
+  if (MOESAIC_FAULT(router_ignores_unread_numbers)) return {};
+  const RoutingSpec unsaid;
+  struct Number {
+    std::string_view field;
+    double got, unsaid;
+    bool read;
+  };
+  const bool by_sum = r.renormalize && selects_on_scores(r.method);
+  for (const Number& n :
+       {Number{"renorm_floor", r.renorm_floor, unsaid.renorm_floor, by_sum},
+        Number{"renorm_epsilon", r.renorm_epsilon, unsaid.renorm_epsilon, by_sum},
+        Number{"p_norm", r.p_norm, unsaid.p_norm, r.method == RoutingMethod::kPNorm},
+        Number{"jitter_eps", r.jitter_eps, unsaid.jitter_eps,
+               r.method == RoutingMethod::kSparseMixer}}) {
+    if (n.read || n.got == n.unsaid) continue;
+    return invalid(
+        fmt::format("routing.{}: got {} with method {} and renormalize {}, which do not "
+                    "read it; need {}",
+                    n.field, n.got, routing_method_name(r.method), r.renormalize, n.unsaid));
+  }
+  return {};
 }
 
 // Methods whose rule is fixed refuse settings that they would otherwise ignore in silence.
@@ -53,6 +79,11 @@ Status check_method(const RoutingSpec& r) {
   if (r.method == RoutingMethod::kPNorm && r.renormalize) {
     return invalid("routing.renormalize: got true with method p_norm, need false");
   }
+  if (r.method == RoutingMethod::kSimulated && r.renormalize) {
+    return invalid(
+        "routing.renormalize: got true with method simulated, need false: the strategy's weights "
+        "are final");
+  }
   const bool fixed_softmax = r.method == RoutingMethod::kPNorm ||
                              r.method == RoutingMethod::kTopKSoftmax ||
                              r.method == RoutingMethod::kSparseMixer;
@@ -79,7 +110,7 @@ Status check_method(const RoutingSpec& r) {
                     "scale_on_output",
                     r.routed_scaling_factor, method));
   }
-  return {};
+  return check_unread_numbers(r);
 }
 
 // A vector of fp32 numbers, one per expert: shape, dtype, layout, host memory, every value finite.

@@ -41,6 +41,19 @@ TEST(RefusedFamilies, SayWhy) {
   EXPECT_EQ(checkpoint::find_refused_family("mixtral"), nullptr);
 }
 
+// The epsilon is of a sum that nothing is divided by without renormalisation.
+TEST(TransformersFamilies, Lfm2AddsItsEpsilonOnlyToASum) {
+  for (const bool renormalize : {true, false}) {
+    Json json = family_config("lfm2_moe", {{"norm_topk_prob", renormalize}});
+    json.erase("first_k_dense_replace");
+    const auto config = checkpoint::parse_model_config(json.dump());
+    ASSERT_TRUE(config.ok()) << config.status().to_string();
+    const RoutingSpec& routing = config->layers.front().routing;
+    EXPECT_EQ(routing.renormalize, renormalize);
+    EXPECT_EQ(routing.renorm_epsilon, renormalize ? 1e-6 : 0.0);
+  }
+}
+
 TEST(TransformersFamilies, RefuseWhatTheirBlockIsNotComputedWith) {
   const auto refused = [](std::string_view type, const Json& more,
                           std::initializer_list<std::string> words) {

@@ -128,6 +128,37 @@ TEST(RouterMisuse, SpecValues) {
   refused(s, "routing.scoring_func: got softmax with method hash");
 }
 
+// A number of another rule than the spec's, which would be ignored.
+TEST(RouterMisuse, NumbersThatNothingReads) {
+  const auto refused = [](const RoutingSpec& spec, const std::string& words) {
+    Router::Options options;
+    options.spec = spec;
+    test::expect_refusal(Router::create(options).status(), StatusCode::kInvalidArgument,
+                         {words.c_str(), "do not read it"});
+  };
+  RoutingSpec s = plain();
+  s.renorm_floor = 1e-12;
+  refused(s, "routing.renorm_floor: got 1e-12 with method topk and renormalize false");
+  s = plain();
+  s.renorm_epsilon = 1e-6;
+  refused(s, "routing.renorm_epsilon: got 1e-06 with method topk and renormalize false");
+  s.renormalize = true;
+  s.method = RoutingMethod::kTopKSoftmax;
+  refused(s, "routing.renorm_epsilon: got 1e-06 with method topk_softmax");
+  s = plain();
+  s.p_norm = 2;
+  refused(s, "routing.p_norm: got 2 with method topk");
+  s = test::method_spec(RoutingMethod::kPNorm, 8, 2);
+  s.jitter_eps = 0.1;
+  refused(s, "routing.jitter_eps: got 0.1 with method p_norm");
+  Router::Options options;
+  options.spec = test::method_spec(RoutingMethod::kSimulated, 8, 2);
+  options.spec.renormalize = true;
+  options.simulation_strategy = "uniform_random";
+  test::expect_refusal(Router::create(options).status(), StatusCode::kInvalidArgument,
+                       {"routing.renormalize: got true with method simulated"});
+}
+
 TEST(RouterMisuse, Parts) {
   const auto refused = [](const Router::Options& options, StatusCode code,
                           const std::string& words) {

@@ -242,11 +242,11 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
   MOESAIC_ASSIGN_OR_RETURN(routing.has_correction_bias,
                            read_bias(fields, rule, method, bias_by_presence));
   MOESAIC_ASSIGN_OR_RETURN(routing.renormalize, read_renormalize(fields, rule, routing));
-  if (rule.renorm_floor > 0) {
+  if (rule.renorm_floor > 0 && routing.renormalize) {
     MOESAIC_ASSIGN_OR_RETURN(const auto floor, fields.number("moe_norm_min"));
     routing.renorm_floor = floor.value_or(rule.renorm_floor);
   }
-  routing.renorm_epsilon = rule.renorm_epsilon;
+  if (routing.renormalize) routing.renorm_epsilon = rule.renorm_epsilon;
   routing.has_expert_scale = !family.input_norm.expert_scale.empty();
   routing.scale_on_output = rule.scale == ScaleRule::kOnOutput;
   MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule));
