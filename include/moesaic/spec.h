@@ -23,7 +23,7 @@ enum class RoutingMethod : std::uint8_t {
   kSparseMixer,  // Phi-3.5, top_k 2
   kPNorm,        // softmax, top-k, divide by the p-norm of the selected (DBRX)
   kZeroExpert,   // biased top-k over real and identity experts (LongCat)
-  kHash,         // ids from a table indexed by token id, sqrtsoftplus weights
+  kHash,         // ids from a table indexed by token id, weights their scores
   kCustom,       // a caller's function
   kSimulated,    // ignores logits; for load experiments
 };

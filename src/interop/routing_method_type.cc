@@ -61,8 +61,11 @@ RoutingMethodType routing_method_type(const RoutingSpec& spec) {
   // With scaling on the output the router itself is built with factor 1.
   const double factor = spec.scale_on_output ? 1.0 : spec.routed_scaling_factor;
   switch (spec.method) {
-    case RoutingMethod::kTopK:
     case RoutingMethod::kHash:
+      // The other types stand for kernels that choose by score.
+      if (spec.scoring_func != ScoringFunc::kSqrtSoftplus) return Type::kUnspecified;
+      [[fallthrough]];
+    case RoutingMethod::kTopK:
       return derive_routing_method_type(spec.scoring_func, spec.top_k, spec.renormalize,
                                         std::nullopt, spec.has_correction_bias, factor);
     case RoutingMethod::kGroupedTopK:

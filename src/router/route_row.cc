@@ -181,7 +181,9 @@ float RowRouter::route(const float* logits, const std::int32_t* table_ids, float
       if (table_ids == nullptr) {
         top_k(logits, vision_bias, scratch, weights, ids);
       } else {
-        score_row(spec.scoring_func, logits, n, scratch.scores);
+        score_row(MOESAIC_FAULT(router_hash_of_one_scoring_function) ? ScoringFunc::kSqrtSoftplus
+                                                                     : spec.scoring_func,
+                  logits, n, scratch.scores);
         for (std::int64_t j = 0; j < k; ++j) {
           ids[j] = table_ids[j];
           weights[j] = scratch.scores[ids[j]];

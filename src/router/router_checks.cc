@@ -97,10 +97,6 @@ Status check_method(const RoutingSpec& r) {
         "routing.scoring_func: got sqrtsoftplus with method llama4, need sigmoid or softmax (the "
         "default)");
   }
-  if (r.method == RoutingMethod::kHash && r.scoring_func != ScoringFunc::kSqrtSoftplus) {
-    return invalid(fmt::format("routing.scoring_func: got {} with method hash, need sqrtsoftplus",
-                               scoring_func_name(r.scoring_func)));
-  }
   const bool unscalable = r.method == RoutingMethod::kLlama4 ||
                           r.method == RoutingMethod::kCustom ||
                           r.method == RoutingMethod::kSimulated;
@@ -380,7 +376,7 @@ std::string router_name(const RoutingSpec& r, const std::string& simulation_stra
     case RoutingMethod::kZeroExpert:
       return scored + "_zero_expert_topk" + renorm;
     case RoutingMethod::kHash:
-      return "hash_sqrtsoftplus" + renorm;
+      return "hash_" + std::string(scoring_func_name(r.scoring_func)) + renorm;
     case RoutingMethod::kCustom:
       return "custom";
     case RoutingMethod::kSimulated:

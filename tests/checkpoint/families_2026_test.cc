@@ -34,6 +34,8 @@ TEST(Rows2026, DeepSeekV4HashLayers) {
     return layers;
   };
   EXPECT_EQ(parse(v4()).layers.size(), 4U);
+  const checkpoint::ModelConfig sigmoid = parse(with(v4(), {{"scoring_func", "sigmoid"}}));
+  EXPECT_EQ(sigmoid.layers.at(0).routing.scoring_func, ScoringFunc::kSigmoid);
   EXPECT_EQ(hashed(v4()), (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(hashed(with(v4(), {{"num_hash_layers", 1}})), (std::vector<int>{0}));
   const Json listed = {{"mlp_layer_types", {"moe", "hash_moe", "moe", "moe"}}};

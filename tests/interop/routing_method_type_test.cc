@@ -88,6 +88,8 @@ TEST(RoutingMethodType, OfOurSpecs) {
   hash.scoring_func = kSqrtSoftplus;
   hash.renormalize = true;
   EXPECT_EQ(of(hash, false, 1.5), Type::kDeepseekV4);
+  hash.scoring_func = kSigmoid;
+  EXPECT_EQ(of(hash), Type::kUnspecified) << "a kernel of a type would choose by score";
 }
 
 RouterFactoryInputs everything() {

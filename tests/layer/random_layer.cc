@@ -105,7 +105,7 @@ void draw_routing(Rng& rng, MoeLayerSpec& spec) {
       pick<RoutingMethod>(rng, {kTopK, kTopK, kTopK, kGroupedTopK, kGroupedTopK, kTopKSoftmax,
                                 kLlama4, kSparseMixer, kPNorm, kZeroExpert, kHash});
   if (routing.method != kTopK && routing.method != kGroupedTopK) {
-    routing.scoring_func = ScoringFunc::kSoftmax;
+    if (routing.method != kHash) routing.scoring_func = ScoringFunc::kSoftmax;
     routing.renormalize = routing.method == kTopKSoftmax && routing.renormalize;
   }
   switch (routing.method) {
@@ -141,7 +141,6 @@ void draw_routing(Rng& rng, MoeLayerSpec& spec) {
       routing.has_correction_bias = true;
       break;
     case kHash:
-      routing.scoring_func = ScoringFunc::kSqrtSoftplus;
       routing.renormalize = chance(rng, 0.5);
       spec.hash_vocabulary = rng.integer(1, 40);
       break;

@@ -10,6 +10,7 @@
 #include "moesaic/log.h"
 #include "router/eplb_map.h"
 #include "router/router_fixture.h"
+#include "router/scoring.h"
 #include "support/metrics.h"
 
 namespace moesaic {
@@ -282,6 +283,34 @@ TEST(RouterContract, HashTableAndVisionTokens) {
   const Tensor padding = mask({0, 0, 0, 1, 0});
   args.padding_mask = padding.view();
   EXPECT_TRUE(router.select_experts(args).ok());
+}
+
+TEST(RouterContract, HashedWeightsAreScoresOfTheStatedFunction) {
+  const Tensor table = [] {
+    Tensor t = Tensor::zeros(DType::kI32, {1, 2}).value();
+    t.as<std::int32_t>()[0] = 2;
+    return t;
+  }();
+  const Tensor l = test::matrix(1, {0, 9, 1});
+  const Tensor tokens = test::vector_i32({0});
+  Router::Args args;
+  args.router_logits = l.view();
+  args.input_ids = tokens.view();
+  for (const auto func :
+       {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
+    Router::Options options;
+    options.spec = test::method_spec(RoutingMethod::kHash, 3, 2);
+    options.spec.scoring_func = func;
+    options.hash_table = table.view();
+    const Result<Router> router = Router::create(options);
+    ASSERT_TRUE(router.ok()) << router.status().message();
+    EXPECT_EQ(router.value().name(), "hash_" + std::string(scoring_func_name(func)));
+    float scores[3];
+    router::score_row(func, l.as<float>(), 3, scores);
+    const Routed r = test::run(router.value(), args);
+    EXPECT_EQ(r.ids, (Ids{2, 0}));
+    EXPECT_EQ(r.weights, (Floats{scores[2], scores[0]})) << scoring_func_name(func);
+  }
 }
 
 TEST(RouterContract, HashedTokensIgnoreTheBias) {

@@ -117,10 +117,11 @@ std::vector<Method> methods(std::int64_t experts, std::int64_t k, std::int64_t g
     m.options.spec.routed_scaling_factor = 6;
     m.bias = random_floats(rng, experts, 0.1);
   }
-  {
-    Method& m = add("hash", RoutingMethod::kHash, k);
-    m.options.spec.scoring_func = ScoringFunc::kSqrtSoftplus;
-    m.options.spec.renormalize = true;
+  for (const auto func :
+       {ScoringFunc::kSqrtSoftplus, ScoringFunc::kSigmoid, ScoringFunc::kSoftmax}) {
+    Method& m = add("hash " + std::string(scoring_func_name(func)), RoutingMethod::kHash, k);
+    m.options.spec.scoring_func = func;
+    m.options.spec.renormalize = func != ScoringFunc::kSigmoid;
     m.vocab = 50;
     for (std::int64_t i = 0; i < m.vocab * k; ++i) {
       m.table.push_back(static_cast<std::int32_t>(rng.integer(0, experts - 1)));

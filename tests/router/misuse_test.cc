@@ -124,8 +124,6 @@ TEST(RouterMisuse, SpecValues) {
   s = test::method_spec(RoutingMethod::kZeroExpert, 8, 2);
   s.has_correction_bias = true;
   refused(s, "routing.num_zero_experts: got 0");
-  s = test::method_spec(RoutingMethod::kHash, 8, 2);
-  refused(s, "routing.scoring_func: got softmax with method hash");
 }
 
 // A number of another rule than the spec's, which would be ignored.
