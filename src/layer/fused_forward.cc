@@ -7,6 +7,7 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/guarded.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "layer/call_args.h"
@@ -86,6 +87,19 @@ Status FusedMoE::Impl::check_shared_output(const Args& args, std::int64_t input_
                                   args.hidden_states.data, input_bytes);
 }
 
+// What a step of a call returns, or what it threw: an engine gives up what it refuses, not that.
+template <class Step>
+Status FusedMoE::Impl::step_of_call(std::string_view what, Step&& step) const {
+  bool threw = true;
+  const Status status = without_exceptions(what, [&]() -> Status {
+    Status done = step();
+    threw = false;
+    return done;
+  });
+  return threw && mesh && !MOESAIC_FAULT(layer_others_wait_for_what_threw) ? mesh->give_up(status)
+                                                                           : status;
+}
+
 Status FusedMoE::forward(const Args& args) const {
   const Impl& m = *impl_;
   Result<Args> call = layer::as_matrices(args);
@@ -113,10 +127,13 @@ Status FusedMoE::forward(const Args& args) const {
   };
   for (std::int64_t step = 0; step < steps.count;) {
     if (steps.in_pairs && step + 1 < steps.count) {
-      MOESAIC_RETURN_IF_ERROR(m.engine->forward_pair(rows_of_step(step), rows_of_step(step + 1)));
+      MOESAIC_RETURN_IF_ERROR(m.step_of_call("forward", [&] {
+        return m.engine->forward_pair(rows_of_step(step), rows_of_step(step + 1));
+      }));
       step += 2;
     } else {
-      MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(rows_of_step(step)));
+      MOESAIC_RETURN_IF_ERROR(
+          m.step_of_call("forward", [&] { return m.engine->forward_host(rows_of_step(step)); }));
       ++step;
     }
   }
@@ -155,7 +172,8 @@ Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
   }
   if (x.device.is_cuda() && m.options.device.is_cuda()) {
     const std::lock_guard<std::mutex> lock(m.mutex);
-    return m.engine->sum_over_replicas(stream, x);
+    return m.step_of_call("maybe_all_reduce",
+                          [&] { return m.engine->sum_over_replicas(stream, x); });
   }
   const Result<std::int64_t> checked = elements_of_sum(x);
   const std::lock_guard<std::mutex> lock(m.mutex);
@@ -183,7 +201,7 @@ Status FusedMoE::health() const {
 
 Status FusedMoE::enqueue(Stream stream, const Args& args) const {
   const std::lock_guard<std::mutex> lock(impl_->mutex);  // one call is many launches
-  return impl_->engine->enqueue(stream, args);
+  return impl_->step_of_call("enqueue", [&] { return impl_->engine->enqueue(stream, args); });
 }
 
 Status FusedMoE::enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,

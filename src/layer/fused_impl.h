@@ -34,6 +34,8 @@ struct FusedMoE::Impl {
   Result<std::unique_ptr<Impl>> in_world(const World& world, ExpertSource& experts) const;
   // A call on host tensors, as matrices.
   Status check(const Args& args) const;
+  template <class Step>
+  Status step_of_call(std::string_view what, Step&& step) const;
   Status check_shared_output(const Args& args, std::int64_t input_bytes,
                              std::int64_t output_bytes) const;
 };

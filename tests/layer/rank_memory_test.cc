@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "layer/rank_case.h"
+#include "moesaic/device.h"
 #include "support/count_allocations.h"
 
 namespace moesaic {
@@ -143,16 +144,16 @@ long fail_each(const Scene& scene, const char* what, const ActionOf& action) {
   }
 }
 
+void with_eplb(FusedMoE::Options& o) {
+  o.ranks.enable_eplb = true;
+  o.ranks.num_redundant_experts = 2;
+}
 Action calls(const Rank&) {
   return [](FusedMoE&, const std::function<Status()>& forward) { return forward(); };
 }
 
 const Scene kParts = {"same rows", 2, 1, RankTransport::kNone};
-const Scene kBalanced = {"load balancing", 1, 2, RankTransport::kAllToAll,
-                         [](FusedMoE::Options& o) {
-                           o.ranks.enable_eplb = true;
-                           o.ranks.num_redundant_experts = 2;
-                         }};
+const Scene kBalanced = {"load balancing", 1, 2, RankTransport::kAllToAll, with_eplb};
 
 TEST(RankMemory, OfALayerThatIsMade) {
   EXPECT_GT(fail_each(kParts, "create", {}), 50);
@@ -168,6 +169,22 @@ TEST(RankMemory, OfACall) {
               [](FusedMoE::Options& o) { o.ranks.dual_batch_tokens = 1; }},
         Scene{"slots", 2, 1, RankTransport::kNone,
               [](FusedMoE::Options& o) { o.ranks.reduction = RankReduction::kPerSlot; }}}) {
+    EXPECT_GT(fail_each(scene, "forward", calls), 20);
+  }
+}
+
+TEST(RankMemory, OfACallOnAGpu) {
+  if (!query_cuda().available) GTEST_SKIP() << "needs a Hopper GPU: " << query_cuda().reason;
+  const auto on_gpu = [](FusedMoE::Options& o) { o.device = Device::cuda(0); };
+  for (const Scene& scene :
+       {Scene{"same rows", 2, 1, RankTransport::kNone, on_gpu},
+        Scene{"rows gathered", 1, 2, RankTransport::kGather, on_gpu},
+        Scene{"rows to owners", 2, 1, RankTransport::kAllToAll, on_gpu},
+        Scene{"slabs", 1, 2, RankTransport::kBatched, on_gpu},
+        Scene{"load balancing", 1, 2, RankTransport::kAllToAll, [](FusedMoE::Options& o) {
+                with_eplb(o);
+                o.device = Device::cuda(0);
+              }}}) {
     EXPECT_GT(fail_each(scene, "forward", calls), 20);
   }
 }
