@@ -13,7 +13,7 @@
 namespace moesaic {
 namespace {
 
-constexpr std::int64_t kLarge = std::int64_t{1} << 30;
+constexpr std::int64_t kLeastChecked = std::int64_t{1} << 30;
 
 std::optional<std::int64_t> number_at(std::string_view text) {
   text.remove_prefix(std::min(text.find_first_not_of(" \t"), text.size()));
@@ -69,7 +69,7 @@ std::optional<std::int64_t> available_memory() {
 }
 
 Status check_available_memory(std::string_view what, std::int64_t bytes) {
-  if (bytes < kLarge || MOESAIC_FAULT(core_memory_is_always_there)) return {};
+  if (bytes < kLeastChecked || MOESAIC_FAULT(core_memory_is_always_there)) return {};
   const std::optional<std::int64_t> there = available_memory();
   if (!there || bytes <= *there) return {};
   return {StatusCode::kOutOfMemory,
