@@ -4,19 +4,15 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <initializer_list>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "experts/sm90/experts.h"
 #include "prepare_finalize/peer_world.h"
 #include "prepare_finalize/sm90/peer_report.h"
 #include "support/cuda_device.h"
-#include "support/experts_run.h"
 #include "support/random.h"
 #include "support/refusal.h"
 
@@ -237,73 +233,6 @@ TEST(CudaPeerRows, AfterATimeOutLateAnswersAreNotSummed) {
     world.send(0);
     expect_rank_0_ends_with_nan(world, c);
   }
-}
-
-// The same for every expert.
-class ZeroExperts final : public ExpertSource {
- public:
-  explicit ZeroExperts(const MoeProblem& p)
-      : w13_(Tensor::zeros(DType::kBF16, {2 * p.intermediate_size, p.hidden_size}).value()),
-        w2_(Tensor::zeros(DType::kBF16, {p.hidden_size, p.intermediate_size}).value()) {}
-  Result<ExpertWeightsView> expert(std::int64_t) override {
-    ExpertWeightsView view;
-    view.w13 = w13_.view();
-    view.w2 = w2_.view();
-    return view;
-  }
-
- private:
-  Tensor w13_, w2_;
-};
-
-// The wait of a rank has a multiprocessor until the rank that it waits for is through: with experts whose
-// kernel, of blocks that wait for each other, fills one with each.
-TEST(CudaPeerRows, ExpertsOfOneRankEndBesideTheWaitOfAnother) {
-  REQUIRE_HOPPER();
-  if (!kEagerLoading) GTEST_SKIP() << "CUDA_MODULE_LOADING is not EAGER";
-  MoeProblem p = test::small_problem("bf16");
-  p.num_experts = p.num_local_experts = 8;
-  p.top_k = 2;
-  p.hidden_size = 64;
-  p.intermediate_size = 4096;  // more bands of more groups than there are multiprocessors
-  p.max_tokens = 1024;
-  ZeroExperts source(p);
-  const auto experts = cuda::CudaExperts::create(p, source, 0);
-  ASSERT_TRUE(experts.ok()) << experts.status().to_string();
-  std::vector<std::int32_t> id_values;
-  for (std::int32_t i = 0; i < 2 * 1024; ++i) id_values.push_back(i % 8);
-  const std::int64_t bytes = cuda::CudaExperts::workspace_size(p, p.max_tokens).value();
-  const test::DeviceBytes x(1024 * 64 * 2), ids(id_values), workspace(bytes), output(1024 * 64 * 2);
-  const test::DeviceBytes weights(std::vector<float>(id_values.size(), 0.5F));
-  cuda::CudaExpertsArgs args;
-  args.tokens = p.max_tokens;
-  args.rows = cuda::CudaRows::bf16(x.as<void>());
-  args.topk_ids = ids.as<std::int32_t>();
-  args.topk_weights = weights.as<float>();
-  args.result = cuda::CudaResult::sum(output.as<void>(), DType::kBF16);
-  args.workspace = workspace.as<void>();
-  args.workspace_bytes = bytes;
-  args.kept_sms = 1;
-  cudaStream_t other = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
-  const auto run = [&] { return (*experts)->enqueue(other, args); };
-  ASSERT_TRUE(run().ok());
-  ASSERT_EQ(cudaStreamSynchronize(other), cudaSuccess);
-  PeerShapeCase c;
-  PeerWorld world(c, 0);
-  for (int r = 0; r < 2; ++r) world.fill(r, 9, 2);
-  world.send(0);
-  world.wait(0, PeerKind::kRows);  // for rank 1
-  ASSERT_TRUE(run().ok());
-  for (int ms = 0; ms < 500 && cudaStreamQuery(other) == cudaErrorNotReady; ++ms) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  EXPECT_EQ(cudaStreamQuery(other), cudaSuccess);
-  EXPECT_EQ(cudaStreamQuery(world.stream()), cudaErrorNotReady);
-  world.send(1, other);
-  world.synchronize();
-  ASSERT_EQ(cudaStreamSynchronize(other), cudaSuccess);
-  (void)cudaStreamDestroy(other);
 }
 
 }  // namespace

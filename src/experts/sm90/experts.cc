@@ -199,11 +199,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.power_of_two_scales = plan.power_of_two_scales;
   g.activation = grouped_activation(problem.activation);
   LaunchGrouped* const launch = launcher_of(*plan.format, variant);
-  // Its blocks wait for each other, so all need a place; two are a cluster, which finds none on what is
-  // left of two multiprocessors.
-  const std::int32_t kept = MOESAIC_FAULT(cuda_experts_take_every_multiprocessor) ? 0 : a.kept_sms;
-  const int sms = std::max(impl_->traits.sms - 2 * kept, 2);
-  MOESAIC_RETURN_IF_ERROR(check_call("grouped GEMMs", launch(variant, g, sms, stream)));
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 
   if (g.fold_combine || slots) return {};
   return check_call("combine", launch_combine(c, stream));

@@ -89,8 +89,6 @@ struct CudaExpertsArgs {
   std::int64_t used_experts = 0;
   // How many rows have experts here, for the choice of the kernel only; 0: `tokens`.
   std::int64_t likely_tokens = 0;
-  // Multiprocessors that blocks of other kernels may keep until this call is done: those that wait for it.
-  std::int32_t kept_sms = 0;
   // Of more than kComparedPairs pairs, for results that are slots: which rows are there. The others'
   // ids are not read and their slots not written.
   SomeRows some_rows;

@@ -27,10 +27,7 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   }
   CudaExpertsArgs a;
   a.tokens = count;
-  if (peers != nullptr) {
-    a.likely_tokens = peers->likely_rows();
-    a.kept_sms = peers->waiting_blocks();
-  }
+  if (peers != nullptr) a.likely_tokens = peers->likely_rows();
   const void* const x = rows.hidden_states.data;
   a.rows = rows.hidden_scale.present()
                ? CudaRows::codes(x, rows.hidden_scale.as<float>(), rows.hidden_scale.strides[1])

@@ -209,7 +209,6 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   a.workspace_bytes = joins ? std::max(w.shared_bytes, w.experts_bytes) : w.shared_bytes;
   a.top_k = 1;
   a.used_experts = 1;
-  if (peers != nullptr) a.kept_sms = peers->waiting_blocks();
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
   MOESAIC_RETURN_IF_ERROR(experts_of_all.enqueue(stream, a).with_context("shared_experts"));
   return measure(stream, experts_of_all, a, 1.0, numerics);

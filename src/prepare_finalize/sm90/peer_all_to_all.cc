@@ -357,11 +357,6 @@ SomeRows CudaPeerAllToAll::some_rows() const {
   rows.top_k = static_cast<std::int32_t>(m.top_k);
   return rows;
 }
-std::int32_t CudaPeerAllToAll::waiting_blocks() const {
-  // Where devices are shared one block of a rank waits for all (may_wait), and at most eight share one
-  // (local_window.cc).
-  return impl_->place.shares_device ? std::min(impl_->ranks, 8) - 1 : 0;
-}
 bool CudaPeerAllToAll::shares_streams() const { return impl_->window->shares_streams(); }
 std::string_view CudaPeerAllToAll::memory() const {
   return parallel::peer_provider_name(impl_->window->provider());

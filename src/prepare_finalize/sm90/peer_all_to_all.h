@@ -75,9 +75,6 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // Which of the arrived rows are there, for the list of them; with `live` null ids say it. Only where
   // wants_slots().
   SomeRows some_rows() const;
-  // Of kernels of other ranks on this device: how many may wait at once for work of this one, each with
-  // a multiprocessor of its own.
-  std::int32_t waiting_blocks() const;
   // Whether another rank has the same default stream.
   bool shares_streams() const;
   // Where the windows' memory is from: "threads", "cuda_handles", "nccl".
