@@ -1,6 +1,7 @@
 // Low latency: one message each way, into slabs of fixed capacity. A row travels once for each of
-// its experts (times its weight where that acts on the input), needs neither ids nor weights there, and its k results are weighted and added up
-// where it came from, in slot order, as one rank alone would do it.
+// its experts (times its weight where that acts on the input), needs neither ids nor weights there,
+// and its k results are weighted and added up where it came from, in slot order, as one rank alone
+// would do it.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -49,18 +49,19 @@ bool run_case(const test::RandomRanks& c) {
   return refused[0] == 0;
 }
 
-void check_seeds(const std::vector<Device>& devices, std::uint64_t cases) {
+// At least one in `few` worlds is to be one that ranks can have.
+void check_seeds(const std::vector<Device>& devices, std::uint64_t cases, std::uint64_t few) {
   const test::Seeds seeds = test::seeds_of_run(cases);
   std::uint64_t ran = 0;
   for (std::uint64_t seed = seeds.first; seed < seeds.end(); ++seed) {
     const std::optional<test::RandomRanks> c = test::draw_ranks(seed, devices);
     if (c && run_case(*c)) ++ran;
   }
-  EXPECT_GE(3 * ran, seeds.cases > 20 ? seeds.cases : 0)
-      << "at least a third are to be layers that ranks can have";
+  EXPECT_GE(few * ran, seeds.cases > 20 ? seeds.cases : 0)
+      << "more are to be layers that ranks can have";
 }
 
-TEST(RandomRanks, EveryRankHasTheRowsOfOneRank) { check_seeds({Device::cpu()}, 200); }
+TEST(RandomRanks, EveryRankHasTheRowsOfOneRank) { check_seeds({Device::cpu()}, 200, 2); }
 
 TEST(RandomRanks, EveryRankHasTheRowsOfOneGpu) {
   if (!query_cuda().available) GTEST_SKIP() << "needs a Hopper GPU: " << query_cuda().reason;
@@ -68,7 +69,7 @@ TEST(RandomRanks, EveryRankHasTheRowsOfOneGpu) {
   for (const CudaDeviceInfo& d : query_cuda().devices) {
     if (d.available) devices.push_back(Device::cuda(d.index));
   }
-  check_seeds(devices, 60);
+  check_seeds(devices, 60, 3);
 }
 
 }  // namespace
