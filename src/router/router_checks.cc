@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "core/checked.h"
-#include "core/fault.h"
 #include "core/refusal.h"
+#include "core/routing_spec.h"
 #include "core/row_span.h"
 #include "moesaic/log.h"
 
@@ -16,87 +16,8 @@ namespace {
 
 constexpr std::int64_t kMaxId = std::numeric_limits<std::int32_t>::max();
 
-bool selects_on_scores(RoutingMethod method) {
-  switch (method) {
-    case RoutingMethod::kTopK:
-    case RoutingMethod::kGroupedTopK:
-    case RoutingMethod::kZeroExpert:
-    case RoutingMethod::kHash:
-      return true;
-    default:
-      return false;
-  }
-}
-
-// A number that the rule does not read stays as a spec has it that says nothing.
-Status check_unread_numbers(const RoutingSpec& r) {
-  if (MOESAIC_FAULT(router_ignores_unread_numbers)) return {};
-  const RoutingSpec unsaid;
-  struct Number {
-    std::string_view field;
-    double got, unsaid;
-    bool read;
-  };
-  const bool by_sum = r.renormalize && selects_on_scores(r.method);
-  for (const Number& n :
-       {Number{"renorm_floor", r.renorm_floor, unsaid.renorm_floor, by_sum},
-        Number{"renorm_epsilon", r.renorm_epsilon, unsaid.renorm_epsilon, by_sum},
-        Number{"p_norm", r.p_norm, unsaid.p_norm, r.method == RoutingMethod::kPNorm},
-        Number{"jitter_eps", r.jitter_eps, unsaid.jitter_eps,
-               r.method == RoutingMethod::kSparseMixer}}) {
-    if (n.read || n.got == n.unsaid) continue;
-    return invalid(
-        fmt::format("routing.{}: got {} with method {} and renormalize {}, which do not "
-                    "read it; need {}",
-                    n.field, n.got, routing_method_name(r.method), r.renormalize, n.unsaid));
-  }
-  return {};
-}
-
-// Methods whose rule is fixed refuse settings that they would otherwise ignore in silence.
-Status check_method(const RoutingSpec& r) {
-  const auto method = routing_method_name(r.method);
-  if (method == "unknown") {
-    return invalid(fmt::format("routing.method: got {}, need one of RoutingMethod",
-                               static_cast<int>(r.method)));
-  }
-  if (scoring_func_name(r.scoring_func) == "unknown") {
-    return invalid(fmt::format("routing.scoring_func: got {}, need one of ScoringFunc",
-                               static_cast<int>(r.scoring_func)));
-  }
-  if (r.has_correction_bias && !selects_on_scores(r.method)) {
-    return invalid(
-        fmt::format("routing.has_correction_bias: got true with method {}, need false", method));
-  }
-  if (r.method == RoutingMethod::kZeroExpert && !r.has_correction_bias) {
-    return invalid(
-        "routing.has_correction_bias: got false with method zero_expert, need true: identity "
-        "experts are chosen by a bias over all experts");
-  }
-  if (r.method == RoutingMethod::kLlama4 && r.renormalize) {
-    return invalid("routing.renormalize: got true with method llama4, need false");
-  }
-  if (r.method == RoutingMethod::kPNorm && r.renormalize) {
-    return invalid("routing.renormalize: got true with method p_norm, need false");
-  }
-  if (r.method == RoutingMethod::kSimulated && r.renormalize) {
-    return invalid(
-        "routing.renormalize: got true with method simulated, need false: the strategy's weights "
-        "are final");
-  }
-  const bool fixed_softmax = r.method == RoutingMethod::kPNorm ||
-                             r.method == RoutingMethod::kTopKSoftmax ||
-                             r.method == RoutingMethod::kSparseMixer;
-  if (fixed_softmax && r.scoring_func != ScoringFunc::kSoftmax) {
-    return invalid(fmt::format("routing.scoring_func: got {} with method {}, need softmax",
-                               scoring_func_name(r.scoring_func), method));
-  }
-  // Its weights are sigmoids; softmax is the value of a spec that says nothing.
-  if (r.method == RoutingMethod::kLlama4 && r.scoring_func == ScoringFunc::kSqrtSoftplus) {
-    return invalid(
-        "routing.scoring_func: got sqrtsoftplus with method llama4, need sigmoid or softmax (the "
-        "default)");
-  }
+// Methods whose weights a router does not scale: a layer does it for them.
+Status check_scaling(const RoutingSpec& r) {
   const bool unscalable = r.method == RoutingMethod::kLlama4 ||
                           r.method == RoutingMethod::kCustom ||
                           r.method == RoutingMethod::kSimulated;
@@ -104,9 +25,9 @@ Status check_method(const RoutingSpec& r) {
     return invalid(
         fmt::format("routing.routed_scaling_factor: got {} with method {}, need 1 or "
                     "scale_on_output",
-                    r.routed_scaling_factor, method));
+                    r.routed_scaling_factor, routing_method_name(r.method)));
   }
-  return check_unread_numbers(r);
+  return {};
 }
 
 // A vector of fp32 numbers, one per expert: shape, dtype, layout, host memory, every value finite.
@@ -252,15 +173,8 @@ Result<RoutingSpec> effective_routing(const RoutingSpec& spec) {
     effective.topk_group = 1;
     effective.group_by_best_two = false;
   }
-  // A layer of which only the routing is interesting: its validation is the one place that knows
-  // what a RoutingSpec may hold.
-  MoeLayerSpec layer;
-  layer.hidden_size = 1;
-  layer.intermediate_size = 1;
-  layer.num_experts = effective.num_experts;
-  layer.routing = effective;
-  MOESAIC_RETURN_IF_ERROR(validate(layer));
-  MOESAIC_RETURN_IF_ERROR(check_method(effective));
+  MOESAIC_RETURN_IF_ERROR(validate_routing(effective));
+  MOESAIC_RETURN_IF_ERROR(check_scaling(effective));
   if (effective.num_experts + effective.num_zero_experts > kMaxId) {
     return Status(
         StatusCode::kLimitExceeded,

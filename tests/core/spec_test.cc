@@ -47,6 +47,7 @@ TEST(SpecValidate, AcceptsOrdinaryLayers) {
   MoeLayerSpec zero = good_spec();  // k may reach into the identity experts
   zero.routing.method = RoutingMethod::kZeroExpert;
   zero.routing.num_zero_experts = 4;
+  zero.routing.has_correction_bias = true;
   zero.routing.top_k = 12;
   EXPECT_TRUE(validate(zero).ok()) << validate(zero).to_string();
 }
@@ -119,19 +120,52 @@ TEST(SpecValidate, RefusesByFieldAndCode) {
       {"routed_scaling_factor", arg, [=](auto& s) { s.routing.routed_scaling_factor = nan; }},
       {"routed_scaling_factor", arg, [](auto& s) { s.routing.routed_scaling_factor = 1e300; }},
       {"routed_scaling_factor", arg, [](auto& s) { s.routing.routed_scaling_factor = 1e-50; }},
+      {"scoring_func: got 9", arg,
+       [](auto& s) { s.routing.scoring_func = static_cast<ScoringFunc>(9); }},
+      {"has_correction_bias", arg,
+       [](auto& s) {
+         s.routing.num_expert_group = s.routing.topk_group = 1;
+         s.routing.method = RoutingMethod::kTopKSoftmax;
+         s.routing.has_correction_bias = true;
+       }},
+      {"renormalize", arg,
+       [](auto& s) {
+         s.routing.num_expert_group = s.routing.topk_group = 1;
+         s.routing.method = RoutingMethod::kLlama4;
+         s.routing.renormalize = true;
+       }},
+      {"jitter_eps", arg, [=](auto& s) { s.routing.jitter_eps = nan; }},
+      {"renorm_floor", arg, [](auto& s) { s.routing.renorm_floor = 1e-12; }},
       {"renorm_floor", arg, [](auto& s) { s.routing.renorm_floor = -1; }},
       {"renorm_floor", arg, [](auto& s) { s.routing.renorm_floor = 1e-40; }},
       {"renorm_epsilon", arg, [](auto& s) { s.routing.renorm_epsilon = 1e-50; }},
       {"renorm_epsilon", arg, [](auto& s) { s.routing.renorm_epsilon = -1; }},
       {"routing.method: got 99", arg,
        [](auto& s) { s.routing.method = static_cast<RoutingMethod>(99); }},
-      {"activation.kind: got 99", arg,
+      {"activation: kind: got 99", arg,
        [](auto& s) { s.activation.kind = static_cast<ActivationKind>(99); }},
-      {"activation.limit", arg, [](auto& s) { s.activation.limit = 0; }},
-      {"activation.limit", arg,
-       [](auto& s) { s.activation.limit = std::numeric_limits<float>::quiet_NaN(); }},
-      {"activation.alpha", arg,
-       [](auto& s) { s.activation.alpha = std::numeric_limits<float>::infinity(); }},
+      {"limit", arg, [](auto& s) { s.activation.limit = 0; }},
+      {"limit", arg, [](auto& s) { s.activation.limit = std::numeric_limits<float>::quiet_NaN(); }},
+      {"alpha", arg, [](auto& s) { s.activation.alpha = std::numeric_limits<float>::infinity(); }},
+      {"activation silu: beta", arg, [](auto& s) { s.activation.beta = 1; }},
+      {"activation gelu: limit", arg,
+       [](auto& s) {
+         s.activation.kind = ActivationKind::kGelu;
+         s.activation.limit = 7;
+       }},
+      {"activation situ: beta", arg, [](auto& s) { s.activation.kind = ActivationKind::kSitu; }},
+      {"shared: activation silu: up_limit", arg,
+       [](auto& s) {
+         s.shared.intermediate_size = 8;
+         s.shared.activation = ActivationSpec{.up_limit = 1};
+       }},
+      {"shared.activation", arg, [](auto& s) { s.shared.activation = ActivationSpec(); }},
+      {"hash_vocabulary", arg, [](auto& s) { s.hash_vocabulary = 5; }},
+      {"hash_vocabulary: got 0", arg,
+       [](auto& s) {
+         s.routing.num_expert_group = s.routing.topk_group = 1;
+         s.routing.method = RoutingMethod::kHash;
+       }},
       {"shared.intermediate_size", arg, [](auto& s) { s.shared.intermediate_size = -1; }},
       {"shared.gated_output", arg, [](auto& s) { s.shared.gated_output = true; }},
       {"activation_dtype", StatusCode::kInvalidDType,
