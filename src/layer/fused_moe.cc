@@ -10,7 +10,6 @@
 #include "core/guarded.h"
 #include "cpu/tiers.h"
 #include "layer/fused_impl.h"
-#include "layer/layer_router.h"
 #include "router/router_checks.h"
 
 namespace moesaic {
@@ -222,7 +221,7 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   impl->shared_stored = weights.shared_quant;
   impl->options = options;
   MOESAIC_ASSIGN_OR_RETURN(impl->plan,
-                           layer::plan_fused_moe(weights.spec, weights.shared_quant, options));
+                           layer::plan_made_layer(weights.spec, weights.shared_quant, options));
   MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t, options));
 
   if (t.gate_weight.present()) impl->plan.gate_dtype = t.gate_weight.dtype();
@@ -290,26 +289,12 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   MOESAIC_ASSIGN_OR_RETURN(layer::FusedPlan plan,
                            layer::plan_fused_moe(spec, format.shared_quant, options));
   plan.gate_dtype = format.gate_dtype;
-  // The router's name needs the shapes of its tensors, not their values.
-  MoeLayerTensors shapes;
-  if (spec.routing.has_expert_scale) {
-    MOESAIC_ASSIGN_OR_RETURN(shapes.expert_scale, Tensor::zeros(DType::kF32, {spec.num_experts}));
-  }
-  if (spec.routing.has_correction_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        shapes.e_score_correction_bias,
-        Tensor::zeros(DType::kF32, {spec.routing.num_experts + spec.routing.num_zero_experts}));
-  }
-  if (spec.routing.method == RoutingMethod::kHash) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        shapes.hash_table, Tensor::zeros(DType::kI32, {spec.hash_vocabulary, spec.routing.top_k}));
-  }
-  const Result<Router> router = layer::make_layer_router(plan, options, shapes);
+  const Result<std::string> router = name_of_router(plan);
   if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
   explanation.activations = activation_text(plan.routed.quant);
   if (!plan.routed.quant.weight_only()) explanation.quant_note = spec.quant_note;
-  explanation.candidates = explain_candidates(plan, router->name(), options.device);
+  explanation.candidates = explain_candidates(plan, *router, options.device);
   explanation.router_logits = gate::describe(plan.logit_rounding());
   MOESAIC_RETURN_IF_ERROR(
       layer::engine_of(options.device).explain(plan, spec, options, explanation));

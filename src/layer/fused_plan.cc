@@ -13,6 +13,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "layer/expert_balancer.h"
+#include "parallel/expert_share.h"
 #include "quant/compute_scheme.h"
 #include "quant/width_slice.h"
 
@@ -205,14 +206,12 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
         {spec.num_experts, *physical, options.parallel.ep_size, options.parallel.ep_rank},
         options.ranks.eplb_window));
   }
-  MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(*physical, options.parallel));
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,
-                           local_expert_ids(*physical, options.parallel));
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertShare local, expert_share(*physical, options.parallel));
 
   MOESAIC_ASSIGN_OR_RETURN(plan.ranks, plan_ranks(options, spec.routing.top_k));
   MoeProblem& routed = plan.routed = common_problem(spec, plan.quant, options);
   routed.num_experts = *physical;
-  routed.num_local_experts = static_cast<std::int64_t>(local.size());
+  routed.num_local_experts = local.count;
   routed.top_k = plan.ranks.slots_as_rows ? 1 : spec.routing.top_k;
   if (routed.top_k > *physical) {  // legal for the router of a model with identity experts
     return unsupported(fmt::format(
@@ -285,6 +284,14 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
       plan.shared.activation = *spec.shared.activation;
     }
   }
+  return plan;
+}
+
+Result<FusedPlan> plan_made_layer(const MoeLayerSpec& spec, const Scheme& shared_stored,
+                                  const FusedMoE::Options& options) {
+  MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, shared_stored, options));
+  MOESAIC_ASSIGN_OR_RETURN(plan.expert_map,
+                           make_expert_map(plan.routed.num_experts, options.parallel));
   return plan;
 }
 

@@ -22,7 +22,7 @@ struct FusedPlan {
   QuantPlan quant, shared_quant;
   MoeProblem routed;  // as the kernel sees it: with slots as rows, its top_k is 1
   MoeProblem shared;  // E = k = 1; valid when has_shared
-  std::vector<std::int32_t> expert_map;  // empty: every expert is local
+  std::vector<std::int32_t> expert_map;  // empty: every expert is local, or no layer is made
   RankPlan ranks;
   RoutingSpec routing;            // for the router: its factor is 1 where the layer scales
   float output_scale = 1.0F;      // the layer's factor on the routed result
@@ -56,5 +56,8 @@ struct FusedPlan {
 // values; kUnsupported for combinations (named).
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
                                  const FusedMoE::Options& options);
+// The same with what takes memory by the number of experts: of a layer that is made, not explained.
+Result<FusedPlan> plan_made_layer(const MoeLayerSpec& spec, const Scheme& shared_stored,
+                                  const FusedMoE::Options& options);
 
 }  // namespace moesaic::layer

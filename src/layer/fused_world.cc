@@ -41,7 +41,7 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::in_world(const World& wo
   next->options.parallel = world.parallel;
   next->options.ranks.communicator = world.communicator;
   next->options.ranks.num_redundant_experts = world.num_redundant_experts;
-  MOESAIC_ASSIGN_OR_RETURN(next->plan, layer::plan_fused_moe(spec, shared_stored, next->options));
+  MOESAIC_ASSIGN_OR_RETURN(next->plan, layer::plan_made_layer(spec, shared_stored, next->options));
   next->plan.gate_dtype = plan.gate_dtype;
   if (next->plan.ranks.active) {
     MOESAIC_ASSIGN_OR_RETURN(next->mesh, layer::RankMesh::create(next->options, next->plan.ranks));

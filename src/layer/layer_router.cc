@@ -15,12 +15,6 @@ Result<Router> make_layer_router(const FusedPlan& plan, const FusedMoE::Options&
                                  const MoeLayerTensors& tensors) {
   Router::Options router = layer_router_options(plan, tensors);
   router.custom = options.custom_routing;
-  if (options.on_device.custom_routing) {
-    // A router on the host that stands for the device's, to be asked for its name only.
-    router.custom = [](ConstTensorView, ConstTensorView, bool, TensorView, TensorView) {
-      return Status(StatusCode::kInternal, "a router that stands for a GPU's was called");
-    };
-  }
   router.num_threads = options.num_threads;
   return Router::create(router);
 }

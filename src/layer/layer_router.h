@@ -1,4 +1,4 @@
-// The router of a layer from its plan, on the CPU: the layer's own, or for what explain says.
+// The router of a layer from its plan, on the CPU.
 #pragma once
 
 #include "layer/fused_plan.h"

@@ -1,5 +1,5 @@
-// Ownership of experts by expert-parallel ranks. One rule (local_expert_ids) decides; the map is
-// its inverse, so the two cannot disagree.
+// Ownership of experts by expert-parallel ranks. One rule (expert_share) decides; the map is its
+// inverse, so the two cannot disagree.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 #include "core/fault.h"
 #include "moesaic/parallel.h"
+#include "parallel/expert_share.h"
 
 namespace moesaic {
 
-Result<std::vector<std::int64_t>> local_expert_ids(std::int64_t num_experts,
-                                                   const ParallelConfig& config) {
+Result<ExpertShare> expert_share(std::int64_t num_experts, const ParallelConfig& config) {
   MOESAIC_RETURN_IF_ERROR(config.validate());
   if (num_experts < 0) {
     return Status(StatusCode::kInvalidArgument,
@@ -39,27 +39,32 @@ Result<std::vector<std::int64_t>> local_expert_ids(std::int64_t num_experts,
     first = rank;
     step = ep;
   }
+  return ExpertShare{first, step, count};
+}
+
+Result<std::vector<std::int64_t>> local_expert_ids(std::int64_t num_experts,
+                                                   const ParallelConfig& config) {
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertShare share, expert_share(num_experts, config));
   try {
-    std::vector<std::int64_t> ids(static_cast<std::size_t>(count));
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(share.count));
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      ids[i] = first + step * static_cast<std::int64_t>(i);
+      ids[i] = share.first + share.step * static_cast<std::int64_t>(i);
     }
     return ids;
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
-                  fmt::format("num_experts: cannot allocate the ids of {} experts", count));
+                  fmt::format("num_experts: cannot allocate the ids of {} experts", share.count));
   }
 }
 
 Result<std::vector<std::int32_t>> make_expert_map(std::int64_t num_experts,
                                                   const ParallelConfig& config) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> ids,
-                           local_expert_ids(num_experts, config));
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertShare share, expert_share(num_experts, config));
   if (config.ep_size == 1) return std::vector<std::int32_t>{};
   try {
     std::vector<std::int32_t> map(static_cast<std::size_t>(num_experts), -1);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      map[static_cast<std::size_t>(ids[i])] = static_cast<std::int32_t>(i);
+    for (std::int64_t i = 0; i < share.count; ++i) {
+      map[static_cast<std::size_t>(share.first + share.step * i)] = static_cast<std::int32_t>(i);
     }
     return map;
   } catch (const std::bad_alloc&) {
@@ -74,14 +79,15 @@ Result<std::vector<std::int32_t>> expert_owners(std::int64_t num_experts,
   std::vector<std::int32_t> owners;
   ParallelConfig other = config;
   for (other.ep_rank = 0; other.ep_rank < config.ep_size; ++other.ep_rank) {
-    MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> ids,
-                             local_expert_ids(num_experts, other));
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertShare share, expert_share(num_experts, other));
     try {
       owners.resize(static_cast<std::size_t>(num_experts), 0);
     } catch (const std::bad_alloc&) {
       return Status(StatusCode::kOutOfMemory, "num_experts: cannot allocate the owners");
     }
-    for (const std::int64_t id : ids) owners[static_cast<std::size_t>(id)] = other.ep_rank;
+    for (std::int64_t i = 0; i < share.count; ++i) {
+      owners[static_cast<std::size_t>(share.first + share.step * i)] = other.ep_rank;
+    }
   }
   return owners;
 }

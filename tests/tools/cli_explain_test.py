@@ -135,6 +135,14 @@ class Explain(ToolTest):
         self.fails(UNSUPPORTED, "activation_scales",
                    arguments=["explain", "--shape", "qwen3-30b", "--activation-scales", "e8m0"])  # fmt: skip
 
+    def test_any_number_of_experts_is_answered_at_once(self):
+        """Nothing is listed, drawn or copied for an answer."""
+        for more in ([], ["--ranks", "8"]):
+            command = [TOOL, "explain", "--device", "cpu", "--shape", "2147483647,2,64,64", "--json", *more]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            self.assertEqual(result.returncode, OK, result.stderr)
+            self.assertIn("2147483647 experts", result.stdout)
+
     def test_forced_backend(self):
         value = self.json_of("explain", "--shape", "qwen3-30b")
         accepted = [row["name"] for row in value["candidates"] if row["stage"] == "experts" and row["accepted"]]

@@ -2,27 +2,18 @@
 
 #include <fmt/format.h>
 
-#include <vector>
-
-#include "moesaic/router.h"
+#include "router/router_checks.h"
 
 namespace moesaic::tool {
 
 std::string routing_text(const RoutingSpec& routing) {
-  Router::Options options;
-  options.spec = routing;
-  // The values of these vectors do not matter for a name, their presence does.
-  std::vector<float> zeros;
-  const std::int64_t experts = routing.num_experts + routing.num_zero_experts;
-  if (experts > 0) {
-    zeros.resize(static_cast<std::size_t>(experts));
-    const ConstTensorView vector(reinterpret_cast<const std::byte*>(zeros.data()), DType::kF32,
-                                 {experts});
-    if (routing.has_correction_bias) options.correction_bias = vector;
-    if (routing.has_expert_scale) options.expert_scale = vector;
-  }
-  const Result<Router> router = Router::create(options);
-  return router.ok() ? router->name() : std::string(routing_method_name(routing.method));
+  // Of no use without a caller's table or function, or named after one.
+  const bool with_callers_part = routing.method == RoutingMethod::kHash ||
+                                 routing.method == RoutingMethod::kCustom ||
+                                 routing.method == RoutingMethod::kSimulated;
+  const Result<RoutingSpec> in_force = router::effective_routing(routing);
+  if (with_callers_part || !in_force.ok()) return std::string(routing_method_name(routing.method));
+  return router::router_name(*in_force, "");
 }
 
 std::int64_t shared_experts(const MoeLayerSpec& spec) {
