@@ -39,6 +39,28 @@ TEST(OutputFile, ALinkIsFollowedAndStays) {
             (std::vector<std::string>{"circle", "dangling", "far", "link", "new", "old"}));
 }
 
+// Also when the process is killed half-way: nothing has a name before it is whole.
+TEST(OutputFile, HasNoNameBeforeItIsWhole) {
+  TempDir dir;
+  const int probe = ::open(dir.path().c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600);
+  if (probe < 0) GTEST_SKIP() << "the file system has no files without names";
+  ::close(probe);
+  write_bytes(dir.path("old"), "old");
+  for (const char* name : {"old", "new"}) {
+    auto one = checkpoint::OutputFile::create(*checkpoint::find_output(dir.path(name)));
+    auto two = checkpoint::OutputFile::create(*checkpoint::find_output(dir.path(name)));
+    ASSERT_TRUE(one.ok() && two.ok());
+    ASSERT_TRUE(one->write("one", 3).ok());
+    ASSERT_TRUE(two->write("other", 5).ok());
+    EXPECT_EQ(dir.entries(), std::vector<std::string>{"old"});
+    ASSERT_TRUE(one->commit().ok());
+    EXPECT_EQ(read_bytes(dir.path(name)), "one");
+    ASSERT_TRUE(two->commit().ok());
+    EXPECT_EQ(read_bytes(dir.path(name)), "other");
+  }
+  EXPECT_EQ(dir.entries(), (std::vector<std::string>{"new", "old"}));
+}
+
 TEST(OutputFile, APipeGetsTheBytesAndStaysAPipe) {
   TempDir dir;
   const std::string path = dir.path("pipe");

@@ -90,6 +90,8 @@ std::string folder_of(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
+std::string path_of(int descriptor) { return fmt::format("/proc/self/fd/{}", descriptor); }
+
 Result<OutputTarget> find_new(OutputTarget target) {
   MOESAIC_ASSIGN_OR_RETURN(target.path, follow_dangling(target.given));
   // A name that ends in a slash is a folder's.
@@ -166,8 +168,18 @@ Status OutputFile::system_error(std::string_view what, int error) const {
   return output_error(target_.given, what, error);
 }
 
-Status OutputFile::create_temporary() {
-  // A name of our own (process, counter) rather than a random one; O_EXCL settles the rest.
+bool OutputFile::create_unnamed() {
+  if (MOESAIC_FAULT(output_has_a_name_while_written)) return false;
+  fd_ = ::open(folder_of(target_.path).c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, 0666);
+  if (fd_ < 0) return false;
+  if (::access(path_of(fd_).c_str(), F_OK) == 0) return true;
+  ::close(std::exchange(fd_, -1));  // without /proc it could get no name later
+  return false;
+}
+
+template <class Make>
+Status OutputFile::give_name(std::string_view what, Make&& make) {
+  // A name of our own (process, counter) rather than a random one; what is there is left alone.
   static std::atomic<unsigned> counter{0};
   const std::filesystem::path path(target_.path);
   const std::string stem = path.filename().string().substr(0, kMaxTemporaryStem);
@@ -175,11 +187,18 @@ Status OutputFile::create_temporary() {
   for (int attempt = 0; attempt < 100 && error == EEXIST; ++attempt) {
     const std::string name =
         path.parent_path() / fmt::format("{}.tmp-{}-{}", stem, ::getpid(), counter++);
-    fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    error = fd_ < 0 ? errno : 0;
-    if (fd_ >= 0) temporary_ = name;
+    error = make(name.c_str()) < 0 ? errno : 0;
+    if (error == 0) temporary_ = name;
   }
-  if (error != 0) return system_error("create", error);
+  return error == 0 ? Status() : system_error(what, error);
+}
+
+Status OutputFile::create_temporary() {
+  if (!create_unnamed()) {
+    MOESAIC_RETURN_IF_ERROR(give_name("create", [&](const char* name) {
+      return fd_ = ::open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    }));
+  }
   if (target_.kind == OutputTarget::Kind::kFile) {
     // Owner first: changing it may clear permission bits. Neither decides over success.
     if (::fchown(fd_, target_.owner, target_.group) != 0) errno = 0;
@@ -225,6 +244,12 @@ Status OutputFile::commit() {
     return {};
   }
   if (::fsync(fd_) != 0) return system_error("flush", errno);
+  if (temporary_.empty()) {
+    const std::string from = path_of(fd_);
+    MOESAIC_RETURN_IF_ERROR(give_name("create", [&](const char* name) {
+      return ::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, name, AT_SYMLINK_FOLLOW);
+    }));
+  }
   if (::close(std::exchange(fd_, -1)) != 0) return system_error("close", errno);
   if (::rename(temporary_.c_str(), target_.path.c_str()) != 0) {
     return system_error("rename", errno);

@@ -35,8 +35,10 @@ struct OutputTarget {
 // kInvalidArgument: an empty path or one with a NUL.
 Result<OutputTarget> find_output(const std::string& path);
 
-// The file being written. A new or regular file is a temporary one beside its destination until
-// commit() renames it: a failure leaves nothing behind and an older file intact. Links to the
+// The file being written. A new or regular file has no name until commit() gives it one beside its
+// destination and renames it: a failure, and the end of the process, leaves nothing behind and an
+// older file intact. (Where the file system has no files without names, it has the temporary name
+// from the start, which a process that is killed leaves.) Links to the
 // destination stay links; permissions and, where the system allows it, the owner of a replaced file
 // are kept; its other hard links keep the old content. A stream gets the bytes as they come.
 class OutputFile {
@@ -54,10 +56,14 @@ class OutputFile {
  private:
   OutputFile() = default;
   Status system_error(std::string_view what, int error) const;
+  bool create_unnamed();
+  // make(name) < 0: errno says why not.
+  template <class Make>
+  Status give_name(std::string_view what, Make&& make);
   Status create_temporary();
 
   OutputTarget target_;
-  std::string temporary_;  // empty: there is none (any more)
+  std::string temporary_;  // its name for now; empty: none yet, or none any more
   int fd_ = -1;
 };
 
