@@ -168,6 +168,10 @@ class Balance(ToolTest):
         for text in ("", "{}", "[]", "[[]]", '["x"]', "[1, -2]", "[[1, 2], [1]]", "[1e999]", "[" * 100000):
             load.write_text(text)
             self.fails(BAD_INPUT, "corrupt_file", "loads per expert", "run --json", arguments=command)
+        load.write_text('{"expert_load": [1, 2], "expert_load": [3, 4]}')
+        self.fails(BAD_INPUT, "corrupt_file", "duplicate key", arguments=command)
+        load.write_text("[1, 1e999]")
+        self.fails(BAD_INPUT, "1e999", arguments=command)
         load.write_text("[1, 2, 3, 4]")
         self.assertEqual(self.json_of(*command)["num_experts"], 4)
         self.fails(USAGE, arguments=["balance", "--load", load, "--ranks", 1000])

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "checkpoint/container/json_strict.h"
 #include "moesaic/eplb.h"
 #include "text_file.h"
 #include "verbs.h"
@@ -23,26 +24,30 @@ using Matrix = std::vector<std::vector<double>>;
 
 // Of all experts and layers together: sums of loads, and of their sums, stay finite.
 constexpr double kMaxLoad = 1e300;
+// Far above what run --json writes.
+constexpr int kMaxDepth = 32;
 
 // [experts], [[experts], ...] or an object that has one of them as expert_load, as run --json does.
 Result<Matrix> read_load(const std::string& path) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text(path));
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  const Json* value = &json;
-  if (json.is_object() && json.contains("expert_load")) value = &json["expert_load"];
   const auto bad = [&](const std::string& why) {
     return Status(StatusCode::kCorruptFile,
                   fmt::format("{}: {}, need a JSON array of loads per expert, an array of such per "
                               "layer, or an object with expert_load",
                               path, why));
   };
+  const auto parsed = checkpoint::parse_json_document("loads", text, {text.size(), kMaxDepth});
+  if (!parsed.ok()) return bad(parsed.status().message());
+  const auto& json = *parsed;
+  const auto* value = &json;
+  if (json.is_object() && json.contains("expert_load")) value = &json["expert_load"];
   if (!value->is_array() || value->empty()) return bad("no array of loads");
   const bool nested = value->front().is_array();
   Matrix loads;
-  const auto row = [&](const Json& numbers) -> Status {
+  const auto row = [&](const nlohmann::json& numbers) -> Status {
     if (!numbers.is_array() || numbers.empty()) return bad("a layer is not an array of loads");
     loads.emplace_back();
-    for (const Json& n : numbers) {
+    for (const auto& n : numbers) {
       if (!n.is_number() || !(n.get<double>() >= 0)) return bad("an entry is no number >= 0");
       loads.back().push_back(n.get<double>());
     }
@@ -52,7 +57,7 @@ Result<Matrix> read_load(const std::string& path) {
   if (!nested) {
     MOESAIC_RETURN_IF_ERROR(row(*value));
   } else {
-    for (const Json& layer : *value) MOESAIC_RETURN_IF_ERROR(row(layer));
+    for (const auto& layer : *value) MOESAIC_RETURN_IF_ERROR(row(layer));
   }
   double sum = 0;
   for (const std::vector<double>& layer : loads) {
