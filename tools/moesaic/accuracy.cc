@@ -140,14 +140,16 @@ Verb make_accuracy(CLI::App& root) {
       "  moesaic accuracy --model testdata/models/mini-deepseek-v3\n"
       "\nEach cell is relative L2 error and, in brackets, its bound. output: against unquantised\n"
       "weights in fp32; arithmetic: against fp32 with the same stored weights.\n");
-  app->add_option("--model", state->models,
-                  "Folder with a golden file; its first block is measured beside Gaussian data");
+  CLI::Option* model = app->add_option(
+      "--model", state->models,
+      "Folder with a golden file; its first block is measured beside Gaussian data");
   app->add_flag("--sweep", state->sweep,
                 "Also with one channel x10, x30, x100 and everything x1e-4 .. x1e4: error, bound "
                 "in force, and after ! what run and verify would report (S saturated, F flushed, N "
                 "not finite, B beyond the bound)");
   app->add_option("--tokens", state->tokens, "Rows of the golden file that are used")
       ->check(whole_number(1, 4096))
+      ->needs(model)
       ->capture_default_str();
   app->add_option("--threads", state->common.threads, "Threads; 0 takes one per core")
       ->check(whole_number(0, 4096))

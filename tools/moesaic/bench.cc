@@ -14,6 +14,7 @@
 #include "bench_ranks.h"
 #include "bench_stages.h"
 #include "ceilings.h"
+#include "core/fault.h"
 #include "cpu/tiers.h"
 #include "layer_io.h"
 #include "result_file.h"
@@ -190,6 +191,32 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
   return json;
 }
 
+// An option that a stage has no use for.
+Status check_stage_options(const BenchArguments& state) {
+  const BenchArguments usual;
+  const bool layer = state.stage == "layer", gate = state.stage == "gate";
+  const bool experts = !gate && state.stage != "route";
+  struct Option {
+    std::string_view name, value;
+    bool unused;
+    std::string_view need;
+  };
+  for (const Option& o :
+       {Option{"--door", state.door, !layer && state.door != usual.door, "layer"},
+        Option{"--backend", state.common.backend, !experts && !state.common.backend.empty(),
+               "a stage with experts"},
+        Option{"--quant", state.common.quant, !experts && state.common.quant != usual.common.quant,
+               "a stage with experts"},
+        Option{"--peers", state.peers, !experts && !state.peers.empty(), "a stage with experts"},
+        Option{"--routing", state.routing, gate && state.routing != usual.routing,
+               "a stage that routes"}}) {
+    if (!o.unused || MOESAIC_FAULT(bench_ignores_options_of_other_stages)) continue;
+    return {StatusCode::kUnsupported,
+            fmt::format("{} {}: got --stage {}, need {}", o.name, o.value, state.stage, o.need)};
+  }
+  return {};
+}
+
 int run_bench(BenchArguments state) {
   const bool plots = !state.plot.empty();
   const ResultFile plot = state.plot_file();
@@ -208,17 +235,8 @@ int run_bench(BenchArguments state) {
   }
   // Also of what draws weights and checks results.
   if (state.common.threads > 0) omp_set_num_threads(state.common.threads);
-  if (state.stage != "layer" && state.door != kDoors.front()) {
-    return console.fail(
-        {StatusCode::kUnsupported,
-         fmt::format("--door {}: got --stage {}, need layer", state.door, state.stage)},
-        Origin::kOption, "add --stage layer");
-  }
-  if ((state.stage == "gate" || state.stage == "route") && !state.common.backend.empty()) {
-    return console.fail({StatusCode::kUnsupported,
-                         fmt::format("--backend {}: got --stage {}, need a stage with experts",
-                                     state.common.backend, state.stage)},
-                        Origin::kOption);
+  if (const Status stage = check_stage_options(state); !stage.ok()) {
+    return console.fail(stage, Origin::kOption, "leave it out, or choose another --stage");
   }
   if (wants_ranks(state.ranks)) {
     if (state.stage != "layer") {

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "cpu/tiers.h"
+#include "rank_effects.h"
 #include "version.h"
 
 namespace moesaic::tool {
@@ -88,6 +89,8 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
   Origin origin = Origin::kOption;
   Result<BenchSettings> settings = request.settings(checkpoint, origin);
   if (!settings.ok()) return c.fail(settings.status(), origin);
+  const Status used = check_rank_effects(c.asked, c.layer.parallel, settings->spec);
+  if (!used.ok()) return c.fail(used, Origin::kOption);
   const std::string quant = settings->options.quant;
   const std::int64_t most = settings->options.max_tokens;
   settings->options = c.layer;

@@ -8,7 +8,7 @@
 
 #include "layer_io.h"
 #include "layer_origin.h"
-#include "rank_cli.h"
+#include "rank_effects.h"
 #include "shapes.h"
 #include "spec_text.h"
 #include "verbs.h"
@@ -107,6 +107,9 @@ int run_explain(const ExplainArguments& state) {
   Result<FusedMoE::Options> asked = explained_options(state.ranks, state.common, state.tokens);
   if (!asked.ok()) return console.fail(asked.status(), Origin::kOption);
   FusedMoE::Options options = std::move(asked).value();
+  if (const Status used = check_rank_effects(state.ranks, options.parallel, spec); !used.ok()) {
+    return console.fail(used, Origin::kOption);
+  }
   const Result<LayerExplanation> explained =
       on_chosen_device(state.common, console, options,
                        [&](const FusedMoE::Options& o) { return explain_layer(format, o); });

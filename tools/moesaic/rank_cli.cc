@@ -12,6 +12,7 @@
 #include "core/fault.h"
 #include "cpu/tiers.h"
 #include "moesaic/parallel.h"
+#include "rank_effects.h"
 
 namespace moesaic::tool {
 namespace {
@@ -121,6 +122,7 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
             const std::function<int(const RankContext&)>& body) {
   RankContext c;
   c.failures = std::move(failures);
+  c.asked = options;
   c.rank = communicator->rank();
   c.size = communicator->size();
   set_log_rank(c.rank);
@@ -255,7 +257,8 @@ bool wants_ranks(const RankOptions& options) {
 }
 
 Status check_rank_options(const RankOptions& o) {
-  if (wants_ranks(o) || MOESAIC_FAULT(cli_rank_options_of_one_rank)) return {};
+  if (wants_ranks(o)) return check_rank_effects(o);
+  if (MOESAIC_FAULT(cli_rank_options_of_one_rank)) return {};
   const RankOptions usual;
   if (o.ranks == 1 || launched_by_mpi()) {  // a world of one, in which most mean nothing
     if (o.eplb) {

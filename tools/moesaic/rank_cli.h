@@ -59,6 +59,7 @@ struct RankContext {
   Console console{false, 0};  // results appear on rank 0 only, messages carry the rank's number
   std::shared_ptr<Communicator> communicator;
   bool shares_device = false;  // all ranks are threads on the CPU, or on one GPU
+  RankOptions asked;           // by the command line
   FusedMoE::Options layer;     // parallel, communicator, transport, reduction, num_threads
 
   // Rows of `tokens` that this rank has, when they are dealt out in stretches to the engines (and

@@ -15,6 +15,7 @@
 #include "moesaic/eplb.h"
 #include "moesaic/parallel.h"
 #include "rank_balance.h"
+#include "rank_effects.h"
 #include "spec_text.h"
 
 namespace moesaic::tool {
@@ -197,6 +198,9 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   if (!spec.ok()) return c.fail(spec.status(), Origin::kOption);
   if (const Status status = check_routes_by_hidden_states(*spec); !status.ok()) {
     return c.fail(status, Origin::kOption);
+  }
+  if (const Status used = check_rank_effects(c.asked, c.layer.parallel, *spec); !used.ok()) {
+    return c.fail(used, Origin::kOption);
   }
   const Result<TensorFile> file = TensorFile::open(path);
   if (!file.ok()) return c.fail(file.status().with_context(path), Origin::kFile);
