@@ -77,5 +77,24 @@ TEST(UnusedOptions, CutsOfSharedExperts) {
   EXPECT_TRUE(names(check(shared), "without --sp"));
 }
 
+// explain answers for the processes that mpirun started, and once.
+TEST(UnusedOptions, ExplainKnowsTheRanksOfMpirun) {
+  ::setenv("OMPI_COMM_WORLD_SIZE", "4", 1);
+  ::setenv("OMPI_COMM_WORLD_RANK", "3", 1);
+  RankOptions o;
+  o.tp = 2;
+  const auto explained = explained_options(o, {}, 1);
+  EXPECT_FALSE(speaks_for_all());
+  RankOptions other;
+  other.ranks = 3;
+  EXPECT_TRUE(names(explained_options(other, {}, 1).status(), "mpirun started 4 processes"));
+  ::unsetenv("OMPI_COMM_WORLD_SIZE");
+  ::unsetenv("OMPI_COMM_WORLD_RANK");
+  ASSERT_TRUE(explained.ok()) << explained.status().to_string();
+  EXPECT_EQ(o.ranks, 4);
+  EXPECT_EQ(explained->parallel.flat_size(), 4);
+  EXPECT_TRUE(speaks_for_all());
+}
+
 }  // namespace
 }  // namespace moesaic::tool

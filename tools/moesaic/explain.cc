@@ -72,8 +72,8 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
       fmt::format("threads      {}; a stage with less than 100 us of work runs on one\n", threads));
 }
 
-int run_explain(const ExplainArguments& state) {
-  const Console console = state.common.console();
+int run_explain(ExplainArguments state) {
+  const Console console = state.common.console(/*results=*/speaks_for_all());
   if (const Status status = check_common_options(state.common, /*needs_device=*/false);
       !status.ok()) {
     return console.fail(status, Origin::kOption);

@@ -26,6 +26,13 @@ int from_launcher(std::initializer_list<const char*> names, int otherwise) {
   }
   return otherwise;
 }
+Status check_launched(const RankOptions& options, int size) {
+  if (options.ranks == 0 || options.ranks == size) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("--ranks: got {}, mpirun started {} processes; need the same number, or none",
+                      options.ranks, size)};
+}
+
 int launched_size() { return from_launcher({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1); }
 
 // "cuda": a GPU of its own for each rank of a host, messages through NCCL. "cuda:N": all ranks on
@@ -293,9 +300,15 @@ Status check_rank_options(const RankOptions& o) {
   return {};
 }
 
-Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
+bool speaks_for_all() { return from_launcher({"OMPI_COMM_WORLD_RANK", "PMI_RANK"}, 0) == 0; }
+
+Result<FusedMoE::Options> explained_options(RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens) {
   MOESAIC_RETURN_IF_ERROR(check_rank_options(options));
+  if (launched_size() > 1 && !MOESAIC_FAULT(cli_explains_one_rank_of_mpirun)) {
+    MOESAIC_RETURN_IF_ERROR(check_launched(options, launched_size()));
+    options.ranks = launched_size();
+  }
   if (options.ranks <= 1) return layer_options(common, max_tokens);
   MOESAIC_ASSIGN_OR_RETURN(
       FusedMoE::Options layer,
@@ -362,12 +375,8 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
     auto mine = make_mpi_communicator(communicator);
     if (!mine.ok()) return console.fail(mine.status(), Origin::kOption);
     const int size = (*mine)->size();
-    if (options.ranks != 0 && options.ranks != size) {
-      return console.fail({StatusCode::kInvalidArgument,
-                           fmt::format("--ranks: got {}, mpirun started {} processes; need the "
-                                       "same number, or none",
-                                       options.ranks, size)},
-                          Origin::kOption);
+    if (const Status same = check_launched(options, size); !same.ok()) {
+      return console.fail(same, Origin::kOption);
     }
     // The processes of one machine share its cores.
     const int threads = threads_of_rank(common, size);

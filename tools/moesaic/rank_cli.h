@@ -38,9 +38,12 @@ bool wants_ranks(const RankOptions& options);
 // kInvalidArgument for an option that one rank alone would ignore.
 Status check_rank_options(const RankOptions& options);
 
-// What rank 0 of them would make a layer of, on a communicator on which nothing is sent.
-Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
+// What rank 0 of them would make a layer of, on a communicator on which nothing is sent. `options`
+// then has the number of ranks, mpirun's too.
+Result<FusedMoE::Options> explained_options(RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens);
+// Whether this process is the one of mpirun's that speaks for all, or alone.
+bool speaks_for_all();
 
 // What ranks of one process failed with, in the order in which they did.
 struct RankFailures {
