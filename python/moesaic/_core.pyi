@@ -92,6 +92,9 @@ class Routing:
     def topk_group(self) -> int: ...
 
     @property
+    def group_by_best_two(self) -> bool: ...
+
+    @property
     def has_correction_bias(self) -> bool: ...
 
     @property
@@ -105,6 +108,18 @@ class Routing:
         """
         Whether the layer multiplies the sum of its routed experts by the factor; else the router's weights have it.
         """
+
+    @property
+    def p_norm(self) -> float: ...
+
+    @property
+    def jitter_eps(self) -> float: ...
+
+    @property
+    def renorm_floor(self) -> float: ...
+
+    @property
+    def renorm_epsilon(self) -> float: ...
 
     def __repr__(self) -> str: ...
 
@@ -148,6 +163,22 @@ class LayerSpec:
 
     @property
     def shared_intermediate_size(self) -> int: ...
+
+    @property
+    def shared_gated_output(self) -> bool: ...
+
+    @property
+    def shared_activation(self) -> Activation:
+        """The layer's own unless the shared experts have another."""
+
+    @property
+    def activation_dtype(self) -> str: ...
+
+    @property
+    def quant_note(self) -> str:
+        """
+        What the checkpoint says of quantisation and is read or computed otherwise.
+        """
 
     @property
     def has_expert_bias(self) -> bool: ...
@@ -542,9 +573,9 @@ class Router:
     Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).
     """
 
-    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None:
+    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, group_by_best_two: bool = False, routed_scaling_factor: float = 1.0, p_norm: float = 1.0, jitter_eps: float = 0.01, renorm_floor: float = 0.0, renorm_epsilon: float = 0.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None:
         """
-        method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. scoring: softmax, sigmoid or sqrtsoftplus. correction_bias [E] F32: of scores, in the choice alone. expert_scale [E] F32: the last factor of a weight. hash_table [vocabulary, k] I32: experts of a token. All are copied.
+        method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. scoring: softmax, sigmoid or sqrtsoftplus. group_by_best_two: groups are ranked by the sum of their two best experts, as with a correction_bias. p_norm and jitter_eps: of the methods p_norm and sparse_mixer. renormalize divides by max(sum + renorm_epsilon, renorm_floor). correction_bias [E] F32: of scores, in the choice alone. expert_scale [E] F32: the last factor of a weight. hash_table [vocabulary, k] I32: experts of a token. All are copied.
         """
 
     @staticmethod

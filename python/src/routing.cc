@@ -50,9 +50,11 @@ Enum enum_of(std::string_view field, const std::string& name, std::string_view (
 
 void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_k,
                  const std::string& method, const std::string& scoring, bool renormalize,
-                 std::int64_t num_expert_group, std::int64_t topk_group,
-                 double routed_scaling_factor, nb::handle correction_bias, nb::handle expert_scale,
-                 nb::handle hash_table, nb::handle num_threads, nb::handle device) {
+                 std::int64_t num_expert_group, std::int64_t topk_group, bool group_by_best_two,
+                 double routed_scaling_factor, double p_norm, double jitter_eps,
+                 double renorm_floor, double renorm_epsilon, nb::handle correction_bias,
+                 nb::handle expert_scale, nb::handle hash_table, nb::handle num_threads,
+                 nb::handle device) {
   const TensorArg bias("correction_bias", correction_bias), scale("expert_scale", expert_scale),
       table("hash_table", hash_table);
   bias.check_not_negated("correction_bias");
@@ -67,7 +69,12 @@ void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_
   spec.renormalize = renormalize;
   spec.num_expert_group = num_expert_group;
   spec.topk_group = topk_group;
+  spec.group_by_best_two = group_by_best_two;
   spec.routed_scaling_factor = routed_scaling_factor;
+  spec.p_norm = p_norm;
+  spec.jitter_eps = jitter_eps;
+  spec.renorm_floor = renorm_floor;
+  spec.renorm_epsilon = renorm_epsilon;
   spec.has_correction_bias = bias.present();
   spec.has_expert_scale = scale.present();
   if (bias.present()) options.correction_bias = bias.view();
@@ -201,6 +208,7 @@ nb::object gate_forward(const GateObject& self, nb::handle hidden_states, nb::ha
 }  // namespace
 
 void bind_routing_stages(nb::module_& m) {
+  const RoutingSpec usual;
   nb::class_<RouterObject>(
       m, "Router",
       "Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).")
@@ -208,19 +216,29 @@ void bind_routing_stages(nb::module_& m) {
           "__init__", &init_router, nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
           nb::arg("method") = "topk", nb::arg("scoring") = "softmax",
           nb::arg("renormalize") = false, nb::arg("num_expert_group") = 1,
-          nb::arg("topk_group") = 1, nb::arg("routed_scaling_factor") = 1.0,
+          nb::arg("topk_group") = 1, nb::arg("group_by_best_two") = usual.group_by_best_two,
+          nb::arg("routed_scaling_factor") = usual.routed_scaling_factor,
+          nb::arg("p_norm") = usual.p_norm, nb::arg("jitter_eps") = usual.jitter_eps,
+          nb::arg("renorm_floor") = usual.renorm_floor,
+          nb::arg("renorm_epsilon") = usual.renorm_epsilon,
           nb::arg("correction_bias").none() = nb::none(),
           nb::arg("expert_scale").none() = nb::none(), nb::arg("hash_table").none() = nb::none(),
           nb::arg("num_threads").none() = nb::none(), nb::arg("device").none() = "cpu",
           nb::sig("def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', "
                   "scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, "
-                  "topk_group: int = 1, routed_scaling_factor: float = 1.0, "
+                  "topk_group: int = 1, group_by_best_two: bool = False, "
+                  "routed_scaling_factor: float = 1.0, p_norm: float = 1.0, "
+                  "jitter_eps: float = 0.01, renorm_floor: float = 0.0, "
+                  "renorm_epsilon: float = 0.0, "
                   "correction_bias: typing.Any = None, expert_scale: typing.Any = None, "
                   "hash_table: typing.Any = None, num_threads: int | None = None, "
                   "device: typing.Any = 'cpu') -> None"),
           "method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; "
           "zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. "
-          "scoring: softmax, sigmoid or sqrtsoftplus. correction_bias [E] F32: of scores, in the "
+          "scoring: softmax, sigmoid or sqrtsoftplus. group_by_best_two: groups are ranked by the "
+          "sum of their two best experts, as with a correction_bias. p_norm and jitter_eps: of the "
+          "methods p_norm and sparse_mixer. renormalize divides by max(sum + renorm_epsilon, "
+          "renorm_floor). correction_bias [E] F32: of scores, in the "
           "choice alone. expert_scale [E] F32: the last factor of a weight. hash_table "
           "[vocabulary, k] I32: experts of a token. All are copied.")
       .def_static("from_checkpoint", &router_from_checkpoint, nb::arg("checkpoint"),

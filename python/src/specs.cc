@@ -64,12 +64,17 @@ void bind_routing(nb::module_& m) {
       .def_ro("renormalize", &RoutingSpec::renormalize)
       .def_ro("num_expert_group", &RoutingSpec::num_expert_group)
       .def_ro("topk_group", &RoutingSpec::topk_group)
+      .def_ro("group_by_best_two", &RoutingSpec::group_by_best_two)
       .def_ro("has_correction_bias", &RoutingSpec::has_correction_bias)
       .def_ro("has_expert_scale", &RoutingSpec::has_expert_scale)
       .def_ro("routed_scaling_factor", &RoutingSpec::routed_scaling_factor)
       .def_ro("scale_on_output", &RoutingSpec::scale_on_output,
               "Whether the layer multiplies the sum of its routed experts by the factor; else the "
               "router's weights have it.")
+      .def_ro("p_norm", &RoutingSpec::p_norm)
+      .def_ro("jitter_eps", &RoutingSpec::jitter_eps)
+      .def_ro("renorm_floor", &RoutingSpec::renorm_floor)
+      .def_ro("renorm_epsilon", &RoutingSpec::renorm_epsilon)
       .def("__repr__", [](const RoutingSpec& r) {
         return fmt::format(
             "Routing({}, {}, top_k={} of {}, renormalize={}, groups={}/{}, factor={})",
@@ -119,6 +124,16 @@ void bind_layer_spec(nb::module_& m) {
       .def_prop_ro("quant", [](const MoeLayerSpec& s) { return text(s.quant.name); })
       .def_prop_ro("shared_intermediate_size",
                    [](const MoeLayerSpec& s) { return s.shared.intermediate_size; })
+      .def_prop_ro("shared_gated_output",
+                   [](const MoeLayerSpec& s) { return s.shared.gated_output; })
+      .def_prop_ro(
+          "shared_activation",
+          [](const MoeLayerSpec& s) { return s.shared.activation.value_or(s.activation); },
+          "The layer's own unless the shared experts have another.")
+      .def_prop_ro("activation_dtype",
+                   [](const MoeLayerSpec& s) { return text(dtype_name(s.activation_dtype)); })
+      .def_ro("quant_note", &MoeLayerSpec::quant_note,
+              "What the checkpoint says of quantisation and is read or computed otherwise.")
       .def_ro("has_expert_bias", &MoeLayerSpec::has_expert_bias)
       .def_ro("has_router_bias", &MoeLayerSpec::has_router_bias)
       .def_ro("hash_vocabulary", &MoeLayerSpec::hash_vocabulary)

@@ -225,6 +225,34 @@ def test_rows_are_those_of_the_hidden_states(own: OwnExperts) -> None:
             layer(*wrong)
 
 
+def test_numbers_of_a_routers_method() -> None:
+    logits = np.random.default_rng(4).standard_normal((5, 8)).astype(np.float32)
+    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    chosen = -np.sort(-scores, axis=1)[:, :3]
+    size = {"num_experts": 8, "top_k": 3}
+
+    def weights(**options: object) -> np.ndarray:
+        router = moesaic.Router(**size, **options)
+        for name, value in options.items():
+            assert name == "method" or getattr(router.routing, name) == value
+        return router(logits)[0]
+
+    norm = np.sqrt((chosen**2).sum(axis=1, keepdims=True))
+    assert np.allclose(weights(method="p_norm", p_norm=2.0), chosen / norm, rtol=1e-5)
+    total = chosen.sum(axis=1, keepdims=True)
+    assert np.allclose(weights(renormalize=True, renorm_epsilon=0.5), chosen / (total + 0.5), rtol=1e-5)
+    assert np.allclose(weights(renormalize=True, renorm_floor=2.0), chosen / 2, rtol=1e-5)
+    best = weights(method="grouped_topk", num_expert_group=4, topk_group=2)
+    two = weights(method="grouped_topk", num_expert_group=4, topk_group=2, group_by_best_two=True)
+    assert not np.array_equal(best, two)
+    mixer = {"num_experts": 8, "top_k": 2, "method": "sparse_mixer"}
+    near, far = (moesaic.Router(**mixer, jitter_eps=eps)(logits)[0] for eps in (0.01, 0.3))
+    assert not np.array_equal(near, far)
+    for name, value in (("p_norm", 2.0), ("jitter_eps", 0.5), ("renorm_floor", 1.0), ("renorm_epsilon", 1.0)):
+        with pytest.raises(moesaic.InvalidArgument, match=rf"routing\.{name}: got .* do not read it"):
+            moesaic.Router(**size, **{name: value})
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
 def test_tokens_and_padding_have_any_shape(dtype: type) -> None:
     rng = np.random.default_rng(3)
