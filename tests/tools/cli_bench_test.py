@@ -182,6 +182,8 @@ class BenchOverRanks(ToolTest):
         # Two ranks with the same rows choose no expert more, and each have a gate.
         pair = self.json_of("bench", "--shape", "8,2,64,32", "--tokens", 4, "--seconds", 0, "--ranks", 2, "--tp", 2, "--stage", "layer")
         self.assertEqual(pair["flops"], 2 * 4 * (2 * expert + 2 * 8 * row))
+        # One row is compared, whose error may scatter (docs/accuracy.md) and is rounded to BF16.
+        self.assertAlmostEqual(pair["bound"], 1.3 * 6e-3 + 2**-8)
         self.assertGreater(value["bytes_sent_per_rank"], 0)
         self.assertLessEqual(value["rel_l2"], value["bound"])
         self.assertEqual(len(value["per_rank"]["median_us"]), 3)

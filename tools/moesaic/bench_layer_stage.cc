@@ -272,14 +272,16 @@ class LayerStage final : public BenchStage {
 
   // For the one row that is checked: the layer's, or the wider one that rounding this row leaves.
   Result<double> bound_of_row(const ConstTensorView& x) const {
-    if (s_.options.ranks.communicator) return layer_->quant().output_bound;  // nothing is measured
+    const double stated = layer_->quant().output_bound, activation = layer_->activation_bound();
+    RowNumerics numerics;
+    // Over ranks nothing is measured.
+    if (s_.options.ranks.communicator) return bound_of_one_row(stated, activation, numerics);
     const Shape one{1, s_.spec.hidden_size};
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, one));
-    RowNumerics numerics;
     FusedMoE::Trace trace;
     trace.numerics = {&numerics, 1};
     MOESAIC_RETURN_IF_ERROR(layer_->forward({x.data, x.dtype, one}, y.view(), trace));
-    return bound_of_one_row(layer_->quant().output_bound, layer_->activation_bound(), numerics);
+    return bound_of_one_row(stated, activation, numerics);
   }
 
   // First token: the experts that the layer chose and the shared expert, in float64.
