@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "chart.h"
@@ -72,13 +73,16 @@ Result<Shown> show(const std::string& directory, const DemoArguments& state, Ori
 
   FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
   options.device = Device::cpu();  // check_cpu
+  const std::optional<ScaleFormat> asked = options.activation_scales;
   MOESAIC_ASSIGN_OR_RETURN(shown.as_is,
                            verify_block(checkpoint, directory, golden, block, options, origin));
   options.quant = "f32";
+  options.activation_scales.reset();  // f32 has none
   MOESAIC_ASSIGN_OR_RETURN(shown.f32,
                            verify_block(checkpoint, directory, golden, block, options, origin));
 
   options.quant = state.common.quant;
+  options.activation_scales = asked;
   MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer,
                            FusedMoE::from_checkpoint(checkpoint, block.layer, options));
   MOESAIC_ASSIGN_OR_RETURN(const Tensor input, read_hidden_states(golden, block.prefix + ".input",
