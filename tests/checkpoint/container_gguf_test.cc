@@ -46,16 +46,18 @@ TEST(Gguf, MetadataOfEveryKind) {
   const auto key = [](std::string_view name, std::uint32_t kind) { return text(name) + raw(kind); };
   const std::string list = key("l", 9) + raw<std::uint32_t>(2) + raw<std::uint64_t>(2) +
                            raw<std::uint16_t>(7) + raw<std::uint16_t>(65535);
+  const std::string floats =
+      key("fl", 9) + raw<std::uint32_t>(6) + raw<std::uint64_t>(2) + raw(0.5F) + raw(-2.0F);
   const std::string words =
       key("w", 9) + raw<std::uint32_t>(8) + raw<std::uint64_t>(2) + text("") + text("token");
-  const auto header = parse_gguf(
-      file({key("u8", 0) + raw<std::uint8_t>(255), key("i8", 1) + raw<std::int8_t>(-1),
-            key("u16", 2) + raw<std::uint16_t>(65535), key("i16", 3) + raw<std::int16_t>(-2),
-            key("u32", 4) + raw<std::uint32_t>(4294967295U), key("i32", 5) + raw<std::int32_t>(-3),
-            key("f32", 6) + raw(1.5F), key("b", 7) + raw<std::uint8_t>(1),
-            key("s", 8) + text("x y"), list, words, key("u64", 10) + raw<std::uint64_t>(1ULL << 62),
-            key("i64", 11) + raw<std::int64_t>(-4), key("f64", 12) + raw(2.5)},
-           {}, ""));
+  const auto header = parse_gguf(file(
+      {key("u8", 0) + raw<std::uint8_t>(255), key("i8", 1) + raw<std::int8_t>(-1),
+       key("u16", 2) + raw<std::uint16_t>(65535), key("i16", 3) + raw<std::int16_t>(-2),
+       key("u32", 4) + raw<std::uint32_t>(4294967295U), key("i32", 5) + raw<std::int32_t>(-3),
+       key("f32", 6) + raw(1.5F), key("b", 7) + raw<std::uint8_t>(1), key("s", 8) + text("x y"),
+       list, floats, words, key("u64", 10) + raw<std::uint64_t>(1ULL << 62),
+       key("i64", 11) + raw<std::int64_t>(-4), key("f64", 12) + raw(2.5)},
+      {}, ""));
   ASSERT_TRUE(header.ok()) << header.status().to_string();
   const auto integer = [&](const char* name) {
     return std::get<std::int64_t>(header->metadata.at(name));
@@ -74,6 +76,8 @@ TEST(Gguf, MetadataOfEveryKind) {
   EXPECT_EQ(std::get<std::string>(header->metadata.at("s")), "x y");
   EXPECT_EQ(std::get<checkpoint::GgufArray>(header->metadata.at("l")).integers,
             (std::vector<std::int64_t>{7, 65535}));
+  EXPECT_EQ(std::get<checkpoint::GgufArray>(header->metadata.at("fl")).numbers,
+            (std::vector<double>{0.5, -2.0}));
   const auto& vocabulary = std::get<checkpoint::GgufArray>(header->metadata.at("w"));
   EXPECT_EQ(vocabulary.count, 2U);
   EXPECT_FALSE(vocabulary.kept);

@@ -149,9 +149,31 @@ def models(c):
     meta("scale_nan", {"expert_gating_func": 2, "expert_weights_scale": float("nan")}, CORRUPT, ["expert_weights_scale", "nan"], architecture="deepseek2")
     # What the family does not leave to the file, and keys of somebody else's engine.
     meta("norm_of_mixtral", {"expert_weights_norm": False}, UNSUPPORTED, ["llama.expert_weights_norm", "got false", "need true"], architecture="llama")
-    meta("norm_of_deepseek_v2", {"expert_weights_norm": True}, UNSUPPORTED, ["expert_weights_norm", "got true", "DeepSeek-V2"], architecture="deepseek2")
+    meta("norm_of_deepseek_ocr", {"expert_weights_norm": True}, UNSUPPORTED, ["expert_weights_norm", "got true", "DeepSeek-V2"], architecture="deepseek2-ocr")
+    meta("norm_of_afmoe_unsaid", {}, UNSUPPORTED, ["afmoe.expert_weights_norm", "missing, need true"], architecture="afmoe")
     meta("scale_of_qwen3", {"expert_weights_scale": 2.5}, UNSUPPORTED, ["qwen3moe.expert_weights_scale", "got 2.5", "need 1"])
     meta("groups_of_qwen3", {"expert_group_count": 4, "expert_group_used_count": 2}, UNSUPPORTED, ["qwen3moe.expert_group_count", "got 4"])
+    for name, architecture, reason in (("cohere2moe", "cohere2moe", "averaged"), ("kimi_k3", "kimi-k3", "narrower space")):
+        meta("refused_" + name, {}, UNSUPPORTED, ["general.architecture", architecture, reason], architecture=architecture)
+    # Limits of each block, and the shared expert's beside the routed ones'.
+    clamp = {"expert_weights_norm": True, "swiglu_clamp_exp": (F32, [0.0, 2.5])}
+    def limit(name, changes, code, keywords, architecture="glm5-next"):
+        meta("limit_" + name, dict(clamp, **changes), code, ["%s.swiglu_clamp_%s" % (architecture, keywords[0])] + keywords[1:], architecture=architecture)
+    limit("missing", {"swiglu_clamp_exp": ...}, UNSUPPORTED, ["exp", "missing for layer 1"])
+    limit("zero", {"swiglu_clamp_exp": (F32, [2.5, 0.0])}, UNSUPPORTED, ["exp", "got 0 for layer 1"])
+    limit("of_another_count", {"swiglu_clamp_exp": (F32, [2.5])}, CORRUPT, ["exp", "got a list of 1", "2 blocks"])
+    limit("nan", {"swiglu_clamp_exp": (F32, [0.0, float("nan")])}, CORRUPT, ["exp", "nan"])
+    limit("of_integers", {"swiglu_clamp_exp": (I32, [0, 2])}, CORRUPT, ["exp", "a number for each"])
+    limit("shared_differs", {"swiglu_clamp_shexp": (F32, [0.0, 3.5])}, UNSUPPORTED, ["shexp", "got 3.5 for layer 1, need 2.5"])
+    limit("shared_of_hy_v4", {"swiglu_clamp_shexp": (F32, [0.0, 2.5])}, UNSUPPORTED, ["shexp", "got 2.5 for layer 1, need 0"], architecture="hy_v4")
+    meta("limit_of_another", {"swiglu_clamp_exp": 2.5}, UNSUPPORTED, ["qwen3moe.swiglu_clamp_exp", "not known"])
+    for name, changes, found in (("count", {"expert_shared_count": 1, "expert_shared_feed_forward_length": 16}, "got 16, need 8"),
+                                 ("part", {"expert_shared_feed_forward_length": 12}, "got 12, need a multiple of")):
+        meta("shared_width_" + name, dict(changes, expert_weights_norm=True), AMBIGUOUS, ["hy_v3.expert_shared_feed_forward_length", found], architecture="hy_v3")
+    meta("no_hash_layers", {"expert_gating_func": 4, "expert_weights_norm": True, "swiglu_clamp_exp": 2.5}, CORRUPT, ["deepseek4.hash_layer_count", "missing"],
+         architecture="deepseek4")
+    meta("no_epsilon", {}, CORRUPT, ["gemma4.attention.layer_norm_rms_epsilon", "missing"], architecture="gemma4")
+    meta("gating_of_deepseek4", {"expert_gating_func": 2}, AMBIGUOUS, ["deepseek4.expert_gating_func", "got 2, need 4"], architecture="deepseek4")
     meta("unknown_of_experts", {"experts_per_group": 2}, UNSUPPORTED, ["qwen3moe.experts_per_group", "not known"])
     meta("router_softcap", {"router_logit_softcapping": 30.0}, UNSUPPORTED, ["router_logit_softcapping"])
     meta("without_effect", {"interleave_moe_layer_step": 1, "expert_group_count": 1, "expert_weights_scale": 1.0, "expert_shared_count": 0,

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 
+from gguf_architectures import gguf_architectures
 from gguf_file import I32, U16, U32, metadata
 from gguf_model import gguf_file, layer_tensors
 from tiny_model import Layer, Mxfp4Layer, safetensors, tensor, matrix, write_model
@@ -490,7 +491,7 @@ def main():
         sys.exit("usage: make_tiny_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, transformers_families, families_of_2026, gguf):
+    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, transformers_families, families_of_2026, gguf, gguf_architectures):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

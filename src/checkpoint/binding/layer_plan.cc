@@ -139,7 +139,9 @@ class Planner {
     // not quantised here.
     const std::string module = tensors_.back().name.substr(0, tensors_.back().name.rfind('.'));
     const Shape numbers = shape.rank() == 3 ? Shape{shape[0]} : Shape{1};
+    const std::string expert_scale = full(source_.family->input_norm.expert_scale);
     for (const std::string_view suffix : {".scale", ".input_scale"}) {
+      if (module + std::string(suffix) == expert_scale) continue;  // Gemma 4: on routing weights
       tensors_.push_back({part, projection, TensorKind::kGlobalScale, expert,
                           module + std::string(suffix), numbers, DTypeSet{DType::kF32}});
       tensors_.back().optional = true;

@@ -15,7 +15,13 @@ Family as_gguf(const Family& base) {
   if (!base.gate_bias.empty()) f.gate_bias = "ffn_gate_inp.bias";
   if (base.correction_bias.count > 0) f.correction_bias = {"exp_probs_b.bias", "exp_probs_b"};
   if (!base.shared_gate.empty()) f.shared_gate = "ffn_gate_inp_shexp.weight";
-  f.shared_beside_block = false;
+  f.shared_beside_block = f.router_beside_block = false;
+  if (!base.hash_table.empty()) f.hash_table = "ffn_gate_tid2eid.weight";
+  if (base.input_norm.present()) {
+    f.input_norm.router_scale = "ffn_gate_inp.scale";
+    f.input_norm.experts_weight = "pre_ffw_norm_2.weight";
+    f.input_norm.expert_scale = "ffn_down_exps.scale";
+  }
   const bool gated = is_gated(base.activation.kind);
   const auto layout = [gated](std::string_view gate, std::string_view up, std::string_view down) {
     ExpertLayout names;
@@ -27,6 +33,12 @@ Family as_gguf(const Family& base) {
   };
   if (base.shared != SharedRule::kNone) {
     f.shared_layout = layout("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp");
+    f.shared_alternative = {};
+    // Granite with sliding windows: gate above up under the name of up.
+    if (base.shared_layout.storage == ExpertStorage::kFusedNT) {
+      f.shared_alternative = layout("ffn_up_shexp", "", "ffn_down_shexp");
+      f.shared_alternative.storage = ExpertStorage::kFusedNT;
+    }
   }
   ExpertLayout experts = layout("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps");
   experts.storage = ExpertStorage::kStacked;

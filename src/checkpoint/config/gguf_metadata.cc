@@ -54,6 +54,28 @@ Result<std::optional<double>> GgufMetadata::number(std::string_view name) const 
   return std::optional<double>(*plain);
 }
 
+Result<std::vector<double>> GgufMetadata::numbers(std::string_view name, std::int64_t count) const {
+  const std::string key = prefix_ + std::string(name);
+  const GgufValue* value = find(key);
+  if (value == nullptr) return std::vector<double>();
+  const auto* list = std::get_if<GgufArray>(value);
+  if (list == nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto one, number(name));
+    return std::vector<double>(static_cast<std::size_t>(count), *one);
+  }
+  if (list->numbers.size() != static_cast<std::size_t>(count)) {
+    return bad(
+        StatusCode::kCorruptFile, key,
+        fmt::format("got a list of {}, need a number for each of {} blocks", list->count, count));
+  }
+  for (const double number : list->numbers) {
+    if (!std::isfinite(number)) {
+      return bad(StatusCode::kCorruptFile, key, fmt::format("got {}, need finite numbers", number));
+    }
+  }
+  return list->numbers;
+}
+
 Result<std::optional<bool>> GgufMetadata::boolean(std::string_view name) const {
   const std::string key = prefix_ + std::string(name);
   const GgufValue* value = find(key);
@@ -71,6 +93,19 @@ Result<std::string> GgufMetadata::string(const std::string& key) const {
              fmt::format("got {}, need a string", gguf_kind_name(*value)));
 }
 
+Result<std::int64_t> GgufMetadata::vocabulary() const {
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, integer("vocab_size", 1, kMaxWidth));
+  if (stated) return *stated;
+  const std::string key = "tokenizer.ggml.tokens";
+  const GgufValue* value = find(key);
+  const auto* list = value == nullptr ? nullptr : std::get_if<GgufArray>(value);
+  if (list != nullptr && list->count > 0 && list->count <= std::uint64_t{kMaxWidth}) {
+    return static_cast<std::int64_t>(list->count);
+  }
+  return bad(StatusCode::kCorruptFile, prefix_ + "vocab_size",
+             fmt::format("missing, and {} is no list of tokens", key));
+}
+
 Status GgufMetadata::check_unread() const {
   constexpr auto kLayers =
       std::to_array<std::string_view>({"interleave_moe_layer_step", "moe_every_n_layers"});
@@ -78,7 +113,10 @@ Status GgufMetadata::check_unread() const {
     if (!key.starts_with(prefix_) || read_.contains(key)) continue;
     const std::string_view name = std::string_view{key}.substr(prefix_.size());
     const bool layers = std::find(kLayers.begin(), kLayers.end(), name) != kLayers.end();
-    if (layers || !speaks_of_experts(name) || MOESAIC_FAULT(gguf_accept_unknown_keys)) continue;
+    // "attention.indexer.top_k" is of sparse attention.
+    const bool attention = name.starts_with("attention.");
+    if (layers || attention || !speaks_of_experts(name) || MOESAIC_FAULT(gguf_accept_unknown_keys))
+      continue;
     return bad(StatusCode::kUnsupported, key,
                "not known to this version, and its name speaks of experts or routing");
   }

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/container/gguf.h"
 #include "checkpoint/container/names.h"
@@ -37,9 +38,15 @@ class GgufMetadata {
 
   Result<std::optional<double>> number(std::string_view name) const;
 
+  // A number for each of `count` blocks, or one for all of them; empty: no such key.
+  Result<std::vector<double>> numbers(std::string_view name, std::int64_t count) const;
+
   Result<std::optional<bool>> boolean(std::string_view name) const;
 
   Result<std::string> string(const std::string& key) const;
+
+  // <architecture>.vocab_size, or as many as the tokenizer has tokens.
+  Result<std::int64_t> vocabulary() const;
 
   // Refuses keys that were not looked up and whose names refer to experts: what they mean is not
   // computed. Which layers have experts is read from the tensors.

@@ -127,19 +127,24 @@ class GgufParser {
     return {};
   }
 
+  Result<double> read_float(std::uint32_t type, std::string_view what) {
+    if (type == kFloat64) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::uint64_t bits, in_.u64(what));
+      return std::bit_cast<double>(bits);
+    }
+    MOESAIC_ASSIGN_OR_RETURN(const std::uint32_t bits, in_.u32(what));
+    return static_cast<double>(std::bit_cast<float>(bits));
+  }
+
   Result<GgufValue> read_value(std::uint32_t type, std::string_view what) {
     if (type == kString) {
       MOESAIC_ASSIGN_OR_RETURN(std::string text, in_.string(what, kMaxGgufStringBytes));
       return GgufValue(std::move(text));
     }
     if (type == kArray) return read_array(what);
-    if (type == kFloat32) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::uint32_t bits, in_.u32(what));
-      return GgufValue(static_cast<double>(std::bit_cast<float>(bits)));
-    }
-    if (type == kFloat64) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::uint64_t bits, in_.u64(what));
-      return GgufValue(std::bit_cast<double>(bits));
+    if (type == kFloat32 || type == kFloat64) {
+      MOESAIC_ASSIGN_OR_RETURN(const double number, read_float(type, what));
+      return GgufValue(number);
     }
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t number, read_integer(type, what));
     if (type == kBool) return GgufValue(number != 0);
@@ -217,9 +222,16 @@ class GgufParser {
       }
       return GgufValue(std::move(array));
     }
-    const bool floating = type == kFloat32 || type == kFloat64;
-    if (floating || array.count > kMaxGgufList) {
+    if (array.count > kMaxGgufList) {
       MOESAIC_RETURN_IF_ERROR(in_.skip(array.count * fixed_bytes(type), what));
+      return GgufValue(std::move(array));
+    }
+    if (type == kFloat32 || type == kFloat64) {
+      array.numbers.reserve(array.count);
+      for (std::uint64_t i = 0; i < array.count; ++i) {
+        MOESAIC_ASSIGN_OR_RETURN(const double value, read_float(type, what));
+        array.numbers.push_back(value);
+      }
       return GgufValue(std::move(array));
     }
     array.kept = true;

@@ -26,12 +26,13 @@ inline constexpr std::uint64_t kMaxGgufNameBytes = 1024;       // the reference 
 inline constexpr std::uint64_t kMaxGgufStringBytes = 1 << 24;  // chat templates: 50 kB
 inline constexpr std::uint64_t kMaxGgufAlignment = 1 << 20;
 
-// A list, of which only integers (among them bool) up to kMaxGgufList entries are kept: those are
-// one value per layer. Vocabularies are walked over.
+// A list, of which only numbers (among the integers bool) up to kMaxGgufList entries are kept: those
+// are one value per layer. Vocabularies are walked over.
 struct GgufArray {
   std::uint64_t count = 0;
   std::vector<std::int64_t> integers;
-  bool kept = false;
+  std::vector<double> numbers;  // of a list of floats
+  bool kept = false;            // integers are all of the list
 };
 inline constexpr std::uint64_t kMaxGgufList = 65536;
 
