@@ -71,6 +71,30 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
 }
 
 // Compiled, a count is as many copies: patterns come from untrusted files, and are kept.
+// Python's syntax is what is written; what would be read as something else is refused.
+TEST(ModulePatterns, AreReadAsPythonReadsThem) {
+  const auto match = [](const char* pattern, const char* name) {
+    const Result<bool> hit = checkpoint::regex_matches("targets", pattern, name);
+    return hit.ok() ? (*hit ? "yes" : "no") : hit.status().to_string();
+  };
+  for (const auto& [pattern, name] :
+       {std::pair{".*(?=gate).*", "mlp.gate"}, std::pair{"(?:a|b)*?c", "abc"},
+        std::pair{"a+?b{1,2}?", "aab"}, std::pair{"[a\\]b[]+$", "a]b["},
+        std::pair{"(?!lm_head)[\\w.-]+$", "a.b-c"}, std::pair{"[[a]b", "[b"}}) {
+    EXPECT_EQ(match(pattern, name), "yes") << pattern;
+  }
+  for (const auto& [pattern, why] :
+       {std::pair{"(?i).*MLP.*", "not supported"}, std::pair{"(?P<x>a)", "not supported"},
+        std::pair{"(?<=a)b", "not supported"}, std::pair{".*[[:digit:]]", "[: in a set"},
+        std::pair{"[]0-9]+", "begins with ]"}, std::pair{"[^]a]", "begins with ]"},
+        std::pair{"a++a", "two counts"}, std::pair{"a{2}{2}", "two counts"},
+        std::pair{"a??+", "two counts"}, std::pair{"\xc3\xa9+", "outside ASCII"},
+        std::pair{"\\Gx", "the escape \\G"}}) {
+    EXPECT_NE(match(pattern, "model.layers.1").find(why), std::string::npos)
+        << pattern << ": " << match(pattern, "model.layers.1");
+  }
+}
+
 TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
   EXPECT_EQ(
       checkpoint::regex_matches("f", "model\\.layers\\.[0-9]{1,3}\\..*", "model.layers.12.mlp")

@@ -35,16 +35,40 @@ constexpr std::string_view kLetterEscapes = "dDwWsSbBnrtfvxu0123456789";
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
 
-// The first letter behind a backslash that ECMAScript takes for itself, or for something else than
-// Python does; 0: none. Python's ends of the name have other spellings there: see as_ecmascript.
-char foreign_escape(std::string_view pattern) {
-  for (std::size_t i = 0; i + 1 < pattern.size(); ++i) {
-    if (pattern[i] != '\\') continue;
-    const char c = pattern[++i];
-    if (is_word(c) && c != 'A' && c != 'Z' && kLetterEscapes.find(c) == kLetterEscapes.npos)
-      return c;
+// What ECMAScript reads otherwise than Python, which the patterns are written for; empty: nothing.
+// Python's ends of the name have other spellings there: see as_ecmascript.
+std::string foreign_part(std::string_view pattern) {
+  const auto at = [&](std::size_t i) { return i < pattern.size() ? pattern[i] : '\0'; };
+  bool in_set = false;
+  int counts = 0;  // in a row, among them the ? of "as few as possible"
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    const char c = pattern[i];
+    if (static_cast<unsigned char>(c) > 127) return "has a character outside ASCII";
+    if (c == '\\') {
+      const char letter = at(++i);
+      const bool end = letter == 'A' || letter == 'Z';
+      if (is_word(letter) && !end && kLetterEscapes.find(letter) == kLetterEscapes.npos) {
+        return fmt::format("has the escape \\{}", letter);
+      }
+    } else if (in_set) {
+      if (c == '[' && (at(i + 1) == ':' || at(i + 1) == '.' || at(i + 1) == '=')) {
+        return fmt::format("has [{} in a set", at(i + 1));
+      }
+      in_set = c != ']';
+    } else if (c == '[') {
+      in_set = true;
+      if (at(i + 1) == '^') ++i;
+      if (at(i + 1) == ']') return "has a set that begins with ]";
+    } else if (c == '*' || c == '+' || c == '?' || c == '{') {
+      if (++counts > 2 || (counts == 2 && c != '?')) return "has two counts in a row";
+      if (c == '{') i = std::min(pattern.find('}', i), pattern.size());
+      continue;
+    } else if (c == '(' && at(i + 1) == '?') {
+      ++i;
+    }
+    counts = 0;
   }
-  return 0;
+  return {};
 }
 
 // The pattern with ^ and $ for Python's \A and \Z: names have no lines.
@@ -208,8 +232,9 @@ Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                     "in braces",
                     kMaxStates));
   }
-  if (const char letter = foreign_escape(pattern); letter != 0) {
-    return refuse(fmt::format("has the escape \\{}, which is not supported", letter));
+  if (const std::string part = foreign_part(pattern);
+      !part.empty() && !MOESAIC_FAULT(checkpoint_foreign_parts_are_read)) {
+    return refuse(part + ", which is not supported");
   }
   const std::shared_ptr<const Compiled> made = compiled(pattern);
   if (!made->regex) return refuse("is malformed or not supported");
