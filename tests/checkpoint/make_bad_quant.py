@@ -32,8 +32,9 @@ def floats8(strategy="channel", **k):
     return dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
 
 
-def ints(bits=4, group=32, **k):
-    return dict({"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, "dynamic": False}, **k)
+def ints(bits=4, group=32, strategy="group", **k):
+    groups = {"group_size": group} if strategy.lower() in ("group", "tensor_group") else {}
+    return dict({"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}, **dict(groups, **k))
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -119,7 +120,17 @@ def descriptions(c):
     bad("ct_cache_string", ct("x", None, config_groups={}, kv_cache_scheme="fp8"), CORRUPT, ["kv_cache_scheme", "an object"])
     bad("ct_no_targets", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized"}}), CORRUPT, ["targets", "missing"])
     bad("ct_targets_string", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized", "targets": "Linear"}}), CORRUPT, ["targets"])
-    bad("ct_no_bits", ct("pack-quantized", without(ints(), "num_bits")), CORRUPT, ["num_bits", "missing"])
+    # As the format's own reader has it: 8 bits where the file says none, words in any case, a block as text.
+    bad("ct_no_bits", ct("pack-quantized", without(ints(), "num_bits")), "ok", [])
+    bad("ct_words", ct("pack-quantized", ints(type="INT", strategy="Group", actorder="Weight")), "ok", [])
+    bad("ct_words_dynamic", ct("int-quantized", ints(8, strategy="CHANNEL"), ints(8, strategy="Token", dynamic="LOCAL")), UNSUPPORTED, ["static"])
+    for text in ("64x32", "128X128"):
+        k = int(text.lower().split("x")[1])
+        bad("ct_block_text_" + text.lower(), ct("float-quantized", floats8("Block", block_structure=text), floats8("group", group_size=k, dynamic=True)), "ok", [])
+    for n, text in enumerate(("128", "128x", "x128", "128x128x1", "0x128", "-1x128", "128*128", "axb", "1048577x1", "")):
+        bad("ct_block_text_bad_%d" % n, ct("float-quantized", floats8("block", block_structure=text)), ARGUMENT, ["block_structure", '"%s"' % text, "need rows and columns"])
+    bad("ct_group_size_of_channels", ct("int-quantized", ints(8, strategy="channel", group_size=32)), UNSUPPORTED, ["group_size", "got 32", "channel"])
+    bad("ct_block_of_channels", ct("float-quantized", floats8("channel", block_structure=[128, 128])), UNSUPPORTED, ["block_structure", "[128, 128]", "channel"])
     for bits in (1, 2, 3, 5, 6, 7, 16):
         bad("ct_packed_bits_%d" % bits, ct("pack-quantized", ints(bits)), UNSUPPORTED, ["weights", "%d bits" % bits, "4 or 8"])
     bad("ct_packed_float", ct("pack-quantized", ints(type="float")), UNSUPPORTED, ["weights", "float"])
