@@ -39,6 +39,8 @@ def gguf_architectures(c):
     exaone = dict(said, expert_weights_scale=2.5, expert_shared_count=2)
     add("exaone-moe", dict(sigmoid, scale=2.5, shared=16, **grouped), with_shared, expert_shared_feed_forward_length=16, **exaone, **groups)
     add("exaone-moe", dict(sigmoid, scale=2.5, shared=16, renormalize=False), with_shared, "_unsaid", **dict(exaone, expert_weights_norm=None))
+    add("bailingmoe2", dict(sigmoid, scale=2.5, shared=8, **grouped), lambda s: layer(s, s=8), expert_weights_scale=2.5, expert_shared_count=1,
+        expert_shared_feed_forward_length=8, **said, **groups)
     sparse = {"attention__indexer__top_k": 2048}
     add("glm-dsa", dict(sigmoid, scale=2.5, shared=8), lambda s: layer(s, s=8), expert_weights_norm=True, expert_weights_scale=2.5,
         expert_shared_count=1, **sparse)
@@ -75,6 +77,9 @@ def gguf_architectures(c):
     large = dict(plain, scale=2.5, shared=16)
     add("deepseek2", large, lambda s: layer(s, bias=False, s=16), "_mistral_large", expert_weights_norm=True, expert_gating_func=1,
         expert_shared_count=2, expert_weights_scale=2.5)
+    for name, norm in (("", False), ("_renormalised", True)):
+        add("bailingmoe", dict(plain, renormalize=norm, shared=16), lambda s: layer(s, bias=False, s=16), name, expert_weights_norm=norm,
+            expert_shared_count=2, expert_weights_scale=1.0)
     first = dict(plain, renormalize=False, shared=16)
     for arch in ("deepseek", "deepseek2-ocr"):
         add(arch, first, lambda s: layer(s, bias=False, s=16), expert_shared_count=2, expert_weights_scale=1.0)

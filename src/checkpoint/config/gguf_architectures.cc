@@ -28,6 +28,8 @@ constexpr auto kArchitectures = std::to_array<GgufArchitecture>({
     {"deepseek32", "deepseek_v32"},
     {"deepseek4", "deepseek_v4", false, true},
     {"mistral4", "mistral4"},
+    {"bailingmoe", "mistral4"},
+    {"bailingmoe2", "sarvam_moe"},
     {"kimi-linear", "kimi_linear", true},
     {"glm4moe", "glm4_moe"},
     {"glm-dsa", "glm_moe_dsa"},
