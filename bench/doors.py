@@ -28,9 +28,6 @@ DOORS = {
     "experts": ("--stage", "experts"),
 }
 
-# Options that the gate and the router refuse.
-OF_EXPERTS = ("quant", "backend")
-
 
 def points(tool: str, words: list[str]) -> dict[int, float]:
     """Median microseconds by tokens."""
@@ -48,21 +45,16 @@ def main() -> None:
     parser.add_argument("--shape", default="64,8,1024,512")
     parser.add_argument("--tokens", default="1,64")
     parser.add_argument("--seconds", default="0.3")
-    for option in OF_EXPERTS:
-        parser.add_argument(f"--{option}")
     own, others = parser.parse_known_args()
-    given = [(f"--{option}", getattr(own, option)) for option in OF_EXPERTS if getattr(own, option)]
-    of_experts = [word for pair in given for word in pair]
     common = ["--shape", own.shape, "--tokens", own.tokens, "--seconds", own.seconds, *others]
     best: dict[tuple[str, int], float] = {}
     for _ in range(own.rounds):
         for name, words in DOORS.items():
-            stage = [*words, *(of_experts if name not in ("gate", "route") else [])]
-            for tokens, us in points(own.tool, [*stage, *common]).items():
+            for tokens, us in points(own.tool, [*words, *common]).items():
                 best[name, tokens] = min(us, best.get((name, tokens), us))
     for tokens in (int(t) for t in own.tokens.split(",")):
         whole = best["layer, hidden states", tokens]
-        print(f"{own.shape} {' '.join([*of_experts, *others])}: {tokens} tokens")
+        print(f"{own.shape} {' '.join(others)}: {tokens} tokens")
         for name in DOORS:
             print(f"  {name:28} {best[name, tokens]:10.1f} us {best[name, tokens] / whole:6.2f}")
 

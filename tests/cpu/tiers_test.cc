@@ -46,7 +46,8 @@ TEST(Tiers, TheBuildHasThoseOfItsArchitecture) {
   std::set<std::string_view> found;
   for (const TierInfo& t : cpu_tiers()) {
     // A build for this machine's processor may lack what it cannot run.
-    if (t.kernels != nullptr || (MOESAIC_ONLY_TIERS_OF_HOST && own.contains(t.name) && !t.available)) {
+    if (t.kernels != nullptr ||
+        (MOESAIC_ONLY_TIERS_OF_HOST && own.contains(t.name) && !t.available)) {
       found.insert(t.name);
     }
     if (t.kernels != nullptr) continue;

@@ -191,11 +191,12 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
   return json;
 }
 
-// An option that a stage has no use for.
+// An option that a stage has no use for. (--quant and --routing are for all of them: a script that goes
+// through the stages says the same of each.)
 Status check_stage_options(const BenchArguments& state) {
   const BenchArguments usual;
-  const bool layer = state.stage == "layer", gate = state.stage == "gate";
-  const bool experts = !gate && state.stage != "route";
+  const bool layer = state.stage == "layer";
+  const bool experts = state.stage != "gate" && state.stage != "route";
   struct Option {
     std::string_view name, value;
     bool unused;
@@ -205,11 +206,7 @@ Status check_stage_options(const BenchArguments& state) {
        {Option{"--door", state.door, !layer && state.door != usual.door, "layer"},
         Option{"--backend", state.common.backend, !experts && !state.common.backend.empty(),
                "a stage with experts"},
-        Option{"--quant", state.common.quant, !experts && state.common.quant != usual.common.quant,
-               "a stage with experts"},
-        Option{"--peers", state.peers, !experts && !state.peers.empty(), "a stage with experts"},
-        Option{"--routing", state.routing, gate && state.routing != usual.routing,
-               "a stage that routes"}}) {
+        Option{"--peers", state.peers, !experts && !state.peers.empty(), "a stage with experts"}}) {
     if (!o.unused || MOESAIC_FAULT(bench_ignores_options_of_other_stages)) continue;
     return {StatusCode::kUnsupported,
             fmt::format("{} {}: got --stage {}, need {}", o.name, o.value, state.stage, o.need)};
