@@ -48,32 +48,44 @@ bool is_storable_float(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
-float load_as_f32(const void* base, DType dtype, std::int64_t index) {
+void load_as_f32(const void* base, DType dtype, std::int64_t index, std::int64_t count,
+                 float* out) {
+  const auto each = [&](auto&& element) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = element(index + i);
+  };
   switch (dtype) {
     case DType::kF64:
-      return static_cast<float>(load<double>(base, index));
+      return each([&](std::int64_t i) { return static_cast<float>(load<double>(base, i)); });
     case DType::kF32:
-      return load<float>(base, index);
+      return each([&](std::int64_t i) { return load<float>(base, i); });
     case DType::kBF16:
-      return f32_from_bf16(load<std::uint16_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_bf16(load<std::uint16_t>(base, i)); });
     case DType::kF16:
-      return f32_from_f16(load<std::uint16_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_f16(load<std::uint16_t>(base, i)); });
     case DType::kF8E4M3:
-      return f32_from_e4m3(load<std::uint8_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_e4m3(load<std::uint8_t>(base, i)); });
     case DType::kF8E5M2:
-      return f32_from_e5m2(load<std::uint8_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_e5m2(load<std::uint8_t>(base, i)); });
     case DType::kF8E4M3Fnuz:
-      return f32_from_e4m3fnuz(load<std::uint8_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_e4m3fnuz(load<std::uint8_t>(base, i)); });
     case DType::kF8E5M2Fnuz:
-      return f32_from_e5m2fnuz(load<std::uint8_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_e5m2fnuz(load<std::uint8_t>(base, i)); });
     case DType::kF8E8M0:
-      return f32_from_e8m0(load<std::uint8_t>(base, index));
+      return each([&](std::int64_t i) { return f32_from_e8m0(load<std::uint8_t>(base, i)); });
     case DType::kF4E2M1:
-      return f32_from_e2m1(nibble_at(static_cast<const std::uint8_t*>(base), index));
+      return each([&](std::int64_t i) {
+        return f32_from_e2m1(nibble_at(static_cast<const std::uint8_t*>(base), i));
+      });
     default:
       assert(false && "load_as_f32: not a floating dtype");
-      return std::numeric_limits<float>::quiet_NaN();
+      return each([](std::int64_t) { return std::numeric_limits<float>::quiet_NaN(); });
   }
+}
+
+float load_as_f32(const void* base, DType dtype, std::int64_t index) {
+  float value = 0;
+  load_as_f32(base, dtype, index, 1, &value);
+  return value;
 }
 
 void store_from_f32(void* base, DType dtype, std::int64_t index, float value) {

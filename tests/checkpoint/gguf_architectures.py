@@ -70,6 +70,9 @@ def gguf_architectures(c):
     v4_layer = lambda s: layer(s, s=8) if s == 2 else layer(s, bias=False, s=8).hash_table(random.Random(s), "x", 3, 2)
     add("deepseek4", dict(v4, of_layer={"1": {"routing": "hash", "bias": False}}), v4_layer, swiglu_clamp_exp=(F32, [2.5] * 3),
         hash_layer_count=2, expert_gating_func=SQRT_SOFTPLUS, expert_weights_norm=True, **limits)
+    # A block for prediction is counted and is not there.
+    add("deepseek4", dict(v4, of_layer={"1": {"routing": "hash", "bias": False}}), v4_layer, "_no_prediction", swiglu_clamp_exp=(F32, [2.5] * 3),
+        hash_layer_count=2, expert_gating_func=SQRT_SOFTPLUS, expert_weights_norm=True, nextn_predict_layers=1, **limits)
 
     # Softmax.
     add("mistral4", dict(plain, shared=16, best_two=True, **grouped), lambda s: layer(s, bias=False, s=16), expert_weights_norm=True,
@@ -95,6 +98,12 @@ def gguf_architectures(c):
         return x
     add("granite_swa", dict(plain, routing="topk_softmax", renormalize=False, shared=12, beside_block=True), fused,
         expert_feed_forward_length=None, feed_forward_length=8, expert_shared_feed_forward_length=12)
+
+    alone = lambda s: layer(s, bias=False)
+    add("granite_swa", dict(plain, routing="topk_softmax", renormalize=False, beside_block=True), alone, "_alone",
+        expert_feed_forward_length=None, feed_forward_length=8)
+    step = dict(sigmoid, scale=3.0, scale_on_output=True, beside_block=True, of_layer={"1": {"activation": "swiglustep", "limit": 2.5}})
+    add("step35", step, routed, "_alone", expert_weights_norm=True, expert_weights_scale=3.0, swiglu_clamp_exp=(F32, [0.0, 2.5, 0.0]))
 
     def normed(s):
         x = Layer(random.Random(s), 4, 16, 8).normed_router(random.Random(s + 9))

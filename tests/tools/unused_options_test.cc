@@ -72,6 +72,10 @@ TEST(UnusedOptions, CutsOfSharedExperts) {
   EXPECT_TRUE(names(check(none), "--cut-shared: got it for a layer without shared experts"));
   o.sp = true;
   EXPECT_TRUE(names(check(shared), "without --sp"));
+  RankOptions one;
+  one.ranks = 1;
+  one.cut_shared = true;
+  EXPECT_TRUE(check_rank_effects(one, explained_options(one, {}, 1)->parallel, none).ok());
 }
 
 // explain answers for the processes that mpirun started, and once.

@@ -23,7 +23,9 @@ Status check_rank_effects(const RankOptions& o) {
 
 Status check_rank_effects(const RankOptions& o, const ParallelConfig& parallel,
                           const MoeLayerSpec& spec) {
-  if (!o.cut_shared || MOESAIC_FAULT(cli_rank_options_without_effect)) return {};
+  // In a world of one, options of ranks mean nothing.
+  if (!o.cut_shared || parallel.flat_size() == 1) return {};
+  if (MOESAIC_FAULT(cli_rank_options_without_effect)) return {};
   if (spec.shared.intermediate_size == 0) {
     return invalid("--cut-shared: got it for a layer without shared experts, need one with them");
   }

@@ -20,11 +20,24 @@
 namespace moesaic::checkpoint {
 namespace {
 
+bool predicts(std::span<const GgufHeader* const> headers) {
+  for (const GgufHeader* header : headers) {
+    for (const TensorInfo& tensor : header->tensors) {
+      if (tensor.name.ends_with(".nextn.eh_proj.weight")) return true;
+    }
+  }
+  return false;
+}
+
 // Blocks without the last ones, which predict further tokens and are no part of the model.
-Result<std::int64_t> main_layers(const GgufMetadata& metadata, std::int64_t blocks) {
+Result<std::int64_t> main_layers(const GgufMetadata& metadata, std::int64_t blocks,
+                                 std::span<const GgufHeader* const> headers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto predict,
                            metadata.integer("nextn_predict_layers", 0, blocks - 1));
-  return MOESAIC_FAULT(gguf_prediction_layers_are_listed) ? blocks : blocks - predict.value_or(0);
+  if (MOESAIC_FAULT(gguf_prediction_layers_are_listed)) return blocks;
+  // Files of DeepSeek-V4 count such blocks and may have been written without them.
+  if (metadata.architecture() == "deepseek4" && !predicts(headers)) return blocks;
+  return blocks - predict.value_or(0);
 }
 
 // "blk.3.ffn..." -> 3, or -1.
@@ -82,7 +95,8 @@ Result<ModelConfig> read_checked(std::string_view label,
   metadata.set_architecture(std::string(architecture->name));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_blocks,
                            metadata.required("block_count", 1, kMaxLayers));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_layers, main_layers(metadata, num_blocks));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_layers,
+                           main_layers(metadata, num_blocks, headers));
   MOESAIC_ASSIGN_OR_RETURN(const auto num_experts,
                            metadata.integer("expert_count", 0, kMaxExperts));
   if (num_experts.value_or(0) == 0) {

@@ -160,7 +160,12 @@ Status add_shared(const GgufMetadata& metadata, const GgufArchitecture& architec
     nlohmann::json& stated = (*json)[std::string(family.shared_count_field)];
     if (width.value_or(0) > 0) stated = 1;  // else null: there is none
   }
-  if (width && *width > 0) (*json)[std::string(family.shared_width_field)] = *width;
+  // Some families' configurations say 0 where there is none, others nothing.
+  const bool says_none = family.shared_gate.empty() && family.shared_count_field.empty() &&
+                         family.shared_width_field != family.width_fields.names[0];
+  if (width.value_or(0) > 0 || says_none) {
+    (*json)[std::string(family.shared_width_field)] = width.value_or(0);
+  }
   return {};
 }
 

@@ -43,7 +43,7 @@ Status GgufLayerFields::add(const GgufMetadata& metadata, int layer, nlohmann::j
   if (!states_limits_) return {};
   if (!family_->step_limits.empty()) {
     (*json)[std::string(family_->step_limits)] = limit;
-    (*json)[std::string(family_->shared_step_limits)] = shared;
+    if (shared != 0) (*json)[std::string(family_->shared_step_limits)] = shared;
     return {};
   }
   const std::string key = fmt::format("{}.swiglu_clamp_exp", metadata.architecture());

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <span>
 
 #include "core/checked.h"
 #include "core/fault.h"
@@ -110,15 +111,27 @@ bool RefMatrix::gather(std::int64_t e, const float* from, float* to) const {
   return true;
 }
 
-// The number that a stored code is, before scale and zero point.
-float RefMatrix::code(std::int64_t index) const {
+// The numbers that stored codes are, before scale and zero point.
+void RefMatrix::codes(std::int64_t index, std::span<float> out) const {
+  const auto each = [&](auto&& code) {
+    for (std::size_t i = 0; i < out.size(); ++i)
+      out[i] = code(index + static_cast<std::int64_t>(i));
+  };
   if (four_bits_) {
-    const std::int64_t i = MOESAIC_FAULT(ref_experts_low_nibble_twice) ? index / 2 * 2 : index;
-    return values_[nibble_at(weight_.as<std::uint8_t>(), i)];
+    const std::int64_t all = MOESAIC_FAULT(ref_experts_low_nibble_twice) ? ~std::int64_t{1} : -1;
+    const auto* packed = weight_.as<std::uint8_t>();
+    return each([&](std::int64_t i) { return values_[nibble_at(packed, i & all)]; });
   }
-  if (quant_.dtype == DType::kI8) return static_cast<float>(weight_.as<std::int8_t>()[index]);
-  if (quant_.dtype == DType::kU8) return static_cast<float>(weight_.as<std::uint8_t>()[index]);
-  return load_as_f32(weight_.data(), weight_.dtype(), index);
+  if (quant_.dtype == DType::kI8) {
+    const auto* stored = weight_.as<std::int8_t>();
+    return each([&](std::int64_t i) { return static_cast<float>(stored[i]); });
+  }
+  if (quant_.dtype == DType::kU8) {
+    const auto* stored = weight_.as<std::uint8_t>();
+    return each([&](std::int64_t i) { return static_cast<float>(stored[i]); });
+  }
+  load_as_f32(weight_.data(), weight_.dtype(), index, static_cast<std::int64_t>(out.size()),
+              out.data());
 }
 
 // Columns [begin, begin + count) of row n, which share a scale. Eight interleaved partial sums,
@@ -136,10 +149,16 @@ float RefMatrix::dot(std::int64_t e, std::int64_t n, const float* x, std::int64_
   const float group_scale =
       rounded_product ? f32_from_e4m3(scale_.as<std::uint8_t>()[scale_index]) : 1.0F;
   std::array<float, 8> lane{};
-  for (std::int64_t i = 0; i < count; ++i) {
-    float w = code(first + i) - zero;
-    if (rounded_product) w = quant::int4_fp8_value(static_cast<int>(w), group_scale);
-    lane[static_cast<std::size_t>(i % 8)] += x[i] * w;
+  std::array<float, 256> values;  // a multiple of the lanes
+  for (std::int64_t at = 0; at < count; at += std::int64_t{values.size()}) {
+    const std::span<float> w(values.data(),
+                             std::min(values.size(), static_cast<std::size_t>(count - at)));
+    codes(first + at, w);
+    for (std::size_t i = 0; i < w.size(); ++i) {
+      float value = w[i] - zero;
+      if (rounded_product) value = quant::int4_fp8_value(static_cast<int>(value), group_scale);
+      lane[i % 8] += x[at + static_cast<std::int64_t>(i)] * value;
+    }
   }
   return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -47,7 +48,7 @@ class RefMatrix {
  private:
   float dot(std::int64_t e, std::int64_t n, const float* x, std::int64_t begin, std::int64_t count,
             std::int64_t scale_index) const;
-  float code(std::int64_t index) const;
+  void codes(std::int64_t index, std::span<float> out) const;
 
   OperandQuant quant_;
   quant::CodeValues values_;  // of 4-bit codes
