@@ -100,9 +100,9 @@ def gguf_architectures(c):
         expert_feed_forward_length=None, feed_forward_length=8, expert_shared_feed_forward_length=12)
 
     alone = lambda s: layer(s, bias=False)
-    add("granite_swa", dict(plain, routing="topk_softmax", renormalize=False, beside_block=True), alone, "_alone",
+    add("granite_swa", dict(plain, routing="topk_softmax", renormalize=False), alone, "_alone",
         expert_feed_forward_length=None, feed_forward_length=8)
-    step = dict(sigmoid, scale=3.0, scale_on_output=True, beside_block=True, of_layer={"1": {"activation": "swiglustep", "limit": 2.5}})
+    step = dict(sigmoid, scale=3.0, scale_on_output=True, of_layer={"1": {"activation": "swiglustep", "limit": 2.5}})
     add("step35", step, routed, "_alone", expert_weights_norm=True, expert_weights_scale=3.0, swiglu_clamp_exp=(F32, [0.0, 2.5, 0.0]))
 
     def normed(s):
