@@ -1,6 +1,7 @@
 // Which of the gate's kernels runs: host code, tested without a device.
 #include <algorithm>
 
+#include "core/checked.h"
 #include "gate/sm90/gate.h"
 
 namespace moesaic::cuda {
@@ -64,7 +65,7 @@ int resident_weights_bytes(int depth) {
 int resident_weights_lines(const GateParams& p, const DeviceTraits& device) {
   const int at_once =
       device.sure_clusters_of_8 * (kGateSharedLimit / (resident_weights_bytes(p.depth()) + 1024));
-  const int clusters = (p.experts + kResidentExperts - 1) / kResidentExperts;
+  const auto clusters = static_cast<int>(ceil_div(p.experts, kResidentExperts));
   const int tiles = (static_cast<int>(p.tokens) + kResidentTileTokens - 1) / kResidentTileTokens;
   const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
   return (tiles - 1) / line_tiles + 1;
@@ -86,8 +87,7 @@ TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& d
   double least = 0;
   for (const Cost& cost : kCosts) {
     const TiledPipelineGrid& g = cost.grid;
-    const std::int64_t tiles =
-        ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
+    const std::int64_t tiles = ceil_div(p.tokens, g.tokens) * ceil_div(p.experts, g.experts);
     const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.depth() * 2;
     const int chunks = gate_slice_steps(p.depth()) * kGateGroups / g.cluster;
     const int at_once = device.clusters_at_once(g.cluster);
