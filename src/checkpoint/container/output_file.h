@@ -36,11 +36,11 @@ struct OutputTarget {
 Result<OutputTarget> find_output(const std::string& path);
 
 // The file being written. A new or regular file has no name until commit() gives it one beside its
-// destination and renames it: a failure, and the end of the process before it, leaves nothing behind and an
-// older file intact. (Where the file system has no files without names, it has the temporary name
-// from the start, which a process that is killed leaves.) Links to the
-// destination stay links; permissions and, where the system allows it, the owner of a replaced file
-// are kept; its other hard links keep the old content. A stream gets the bytes as they come.
+// destination and renames it: a failure, and the end of the process before it, leaves nothing
+// behind and an older file intact. (Where the file system has no files without names, it has the
+// temporary name from the start, which a process that is killed leaves.) Links to the destination
+// stay links; permissions and, where the system allows it, the owner of a replaced file are kept;
+// its other hard links keep the old content. A stream gets the bytes as they come.
 class OutputFile {
  public:
   static Result<OutputFile> create(OutputTarget target);
