@@ -8,26 +8,11 @@
 #include <span>
 #include <string_view>
 
+#include "moesaic/kinds.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
 namespace moesaic {
-
-// Arrangement of the gate and up rows of w13 and of the columns of GEMM1's output. Never implied.
-enum class GateUpLayout : std::uint8_t { kGateThenUp, kUpThenGate, kInterleaved, kNonGated };
-
-enum class ActivationKind : std::uint8_t {
-  kSilu,        // g*sigmoid(g)*u; with limit L: g=min(g,L), u=clamp(u,-L,L) first
-  kGelu,        // erf form, times u
-  kGeluTanh,    // tanh form, times u
-  kSwigluOai,   // (u'+beta) * g'*sigmoid(alpha*g'), g'=min(g,L), u'=clamp(u,-L,L)
-  kSwigluStep,  // min(silu(g),L) * clamp(u,-L,L): clamps after silu
-  kSitu,        // B*tanh(g/B)*sigmoid(g) * (L2>0 ? L2*tanh(u/L2) : u)
-  kSiluNoMul,   // pointwise, not gated
-  kGeluNoMul,
-  kGeluTanhNoMul,
-  kRelu2NoMul,  // max(x,0)^2
-};
 
 // A kind with all its constants. There are no hidden defaults: make_activation fills what the kind
 // fixes and refuses what the kind needs but was not given.

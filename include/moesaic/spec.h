@@ -9,24 +9,10 @@
 
 #include "moesaic/activation.h"
 #include "moesaic/dtype.h"
+#include "moesaic/kinds.h"
 #include "moesaic/quant.h"
 
 namespace moesaic {
-
-enum class ScoringFunc : std::uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
-
-enum class RoutingMethod : std::uint8_t {
-  kTopK,         // score, (+bias for selection), top-k, optional renormalise, optional scale
-  kGroupedTopK,  // the same restricted to the best topk_group of num_expert_group groups
-  kTopKSoftmax,  // top-k on logits, softmax over the selected (gpt-oss, Granite)
-  kLlama4,       // top-k on logits, sigmoid of the selected; goes with apply_router_weight_on_input
-  kSparseMixer,  // Phi-3.5, top_k 2
-  kPNorm,        // softmax, top-k, divide by the p-norm of the selected (DBRX)
-  kZeroExpert,   // biased top-k over real and identity experts (LongCat)
-  kHash,         // ids from a table indexed by token id, weights their scores
-  kCustom,       // a caller's function
-  kSimulated,    // ignores logits; for load experiments
-};
 
 // How router logits become topk_ids and topk_weights. Source: docs/spec/routing.md.
 struct RoutingSpec {

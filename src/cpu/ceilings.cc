@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/instrumented.h"
 #include "cpu/packed_weights.h"
 #include "cpu/tiers.h"
 
@@ -17,13 +18,11 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-constexpr std::int64_t kReadBytes = std::int64_t{512}
-                                    << 20;  // far beyond any last-level cache of one socket share
-#if defined(__SANITIZE_ADDRESS__)
-constexpr int kPasses = 1;  // an instrumented loop measures nothing
-#else
-constexpr int kPasses = 7;
-#endif
+// Instrumented loops measure their checks: they only run.
+constexpr bool kOnlyRun = MOESAIC_INSTRUMENTED;
+constexpr int kPasses = kOnlyRun ? 1 : 7;
+// Far beyond any last-level cache of one socket share.
+constexpr std::int64_t kReadBytes = std::int64_t{kOnlyRun ? 4 : 512} << 20;
 
 double read_seconds(const CpuKernels& kernels, const std::byte* data, int threads) {
   const std::int64_t slice = kReadBytes / threads / 256 * 256;
@@ -76,7 +75,7 @@ Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand
     best.read_gbps = std::max(best.read_gbps, static_cast<double>(kReadBytes) / s * 1e-9);
   }
   // Shorter than a time slice: on a busy machine some pass is not interrupted.
-  constexpr std::int64_t kIterations = 500'000;
+  constexpr std::int64_t kIterations = kOnlyRun ? 1'000 : 500'000;
   constexpr int kMultiplyPasses = 8 * kPasses;
   for (int pass = 0; pass < kMultiplyPasses; ++pass) {
     double flops = 0;

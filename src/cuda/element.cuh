@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "moesaic/dtype.h"
+#include "moesaic/kinds.h"
 
 namespace moesaic::cuda {
 

@@ -1,9 +1,9 @@
-// Setting up a kernel on every device that launches it. CUDA sources only.
+// Setting up a kernel on every device that launches it. CUDA sources only, which read this header in
+// every file with kernels: nothing of the standard library that takes long.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 namespace moesaic::cuda {
@@ -16,19 +16,21 @@ class OncePerDevice {
   // Runs `set_up` on the current device unless it succeeded there before; its error, or success.
   template <class SetUp>
   cudaError_t operator()(const SetUp& set_up) {
-    int device = 0;
-    const cudaError_t found = cudaGetDevice(&device);
-    if (found != cudaSuccess) return found;
-    // Devices past the 64th are set up at every launch.
-    const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
-    if ((done_.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-    const cudaError_t error = set_up();
-    if (error == cudaSuccess) done_.fetch_or(bit, std::memory_order_release);
+    std::uint64_t bit = 0;
+    cudaError_t error = bit_of_current_device(&bit);
+    if (error != cudaSuccess || has(bit)) return error;
+    error = set_up();
+    if (error == cudaSuccess) add(bit);
     return error;
   }
 
  private:
-  std::atomic<std::uint64_t> done_{0};
+  // Devices past the 64th have none: they are set up at every launch.
+  static cudaError_t bit_of_current_device(std::uint64_t* bit);
+  bool has(std::uint64_t bit);
+  void add(std::uint64_t bit);
+
+  alignas(8) std::uint64_t done_ = 0;  // atomic
 };
 
 }  // namespace moesaic::cuda

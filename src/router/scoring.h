@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
-#include "moesaic/spec.h"
+#include "moesaic/kinds.h"
 #include "numerics/portable_math.h"
 
 namespace moesaic::router {

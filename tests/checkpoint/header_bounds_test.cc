@@ -11,23 +11,14 @@
 #include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
 #include "checkpoint/large_headers.h"
+#include "core/instrumented.h"
 
 namespace moesaic::test {
 namespace {
 
 constexpr double kMaxMemoryRatio = 8.0;  // of the header's size
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kInstrumented = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kInstrumented = true;
-#else
-constexpr bool kInstrumented = false;
-#endif
-#else
-constexpr bool kInstrumented = false;
-#endif
+constexpr bool kInstrumented = MOESAIC_INSTRUMENTED;
 
 // Sanitizers need many times the memory and the steps: a tenth of the size, and no bound.
 constexpr std::uint64_t kBytes =

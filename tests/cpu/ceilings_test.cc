@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/instrumented.h"
 #include "cpu/available_tiers.h"
 #include "cpu/tile_model_kernels.h"
 
@@ -156,17 +157,8 @@ TEST(Ceilings, EveryWordIsRead) {
   }
 }
 
-// clang tells of sanitizers by features, g++ by macros; either way their calls stand between the
-// loads.
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
-#define MOESAIC_INSTRUMENTED 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define MOESAIC_INSTRUMENTED 1
-#endif
-#if defined(__x86_64__) && !defined(MOESAIC_INSTRUMENTED)
+// Not where calls of a sanitizer stand between the loads.
+#if defined(__x86_64__) && !MOESAIC_INSTRUMENTED
 struct Instruction {
   std::uint64_t address = 0;
   std::string name;

@@ -100,6 +100,10 @@ class Bench(ToolTest):
         self.points("--tokens", "1", "--peers", peers, "--plot", picture)
         text = [t.text for t in xml.etree.ElementTree.parse(picture).getroot().iter() if t.tag.endswith("text")]
         self.assertTrue(any(t.startswith("bad\\x1b[31m\\x01") and t.endswith("&name") for t in text), text)
+        peers.write_text(json.dumps({**rows[0], "hidden": 256}) + "\n")
+        result = run("bench", "--shape", self.SHAPE, "--tokens", 1, "--seconds", 0, "--device", "cpu", "--peers", peers)
+        self.assertEqual(result.returncode, OK, result.stderr)
+        self.assertIn("has no row of this layer: format bf16, E 64, top_k 4, hidden 128, intermediate 64", result.stderr)
         peers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         lines = [t for t in svg.iter() if t.tag.endswith("polyline")]
         self.assertEqual([len(t.get("points").split()) for t in lines], [2, 1, 2, 2])

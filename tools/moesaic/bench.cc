@@ -259,11 +259,18 @@ int run_bench(BenchArguments state) {
   if (!settings.ok()) return console.fail(settings.status(), origin);
   std::vector<PlotSeries> peers;
   if (!state.peers.empty()) {
-    Result<std::vector<PlotSeries>> read =
-        read_peers(state.peers, settings->spec,
-                   state.common.quant == "as-is" ? settings->spec.quant.name : state.common.quant);
+    const std::string_view quant =
+        state.common.quant == "as-is" ? settings->spec.quant.name : state.common.quant;
+    Result<std::vector<PlotSeries>> read = read_peers(state.peers, settings->spec, quant);
     if (!read.ok()) return console.fail(read.status().with_context("--peers"), Origin::kFile);
     peers = std::move(read).value();
+    if (peers.empty()) {
+      console.warn(
+          fmt::format("--peers: {} has no row of this layer: format {}, E {}, top_k {}, "
+                      "hidden {}, intermediate {}",
+                      state.peers, quant, settings->spec.num_experts, settings->spec.routing.top_k,
+                      settings->spec.hidden_size, settings->spec.intermediate_size));
+    }
   }
   if (plots) {  // before the time is spent: can it be written?
     const Status status = check_result_file(plot);

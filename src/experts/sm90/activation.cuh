@@ -7,7 +7,7 @@
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/grouped_gemm.h"
-#include "moesaic/activation.h"
+#include "moesaic/kinds.h"
 
 namespace moesaic::cuda {
 

@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "core/fault.h"
+#include "moesaic/activation.h"
 
 namespace moesaic::cuda {
 namespace {

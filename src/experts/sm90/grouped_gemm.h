@@ -29,10 +29,14 @@
 
 #include "cuda/device_traits.h"
 #include "cuda/quant_rows.h"
-#include "moesaic/activation.h"
+#include "moesaic/kinds.h"
 #include "permute/sm90/align.h"
 #include "permute/sm90/combine.h"
 #include "router/sm90/route.h"
+
+namespace moesaic {
+struct ActivationSpec;
+}
 
 namespace moesaic::cuda {
 

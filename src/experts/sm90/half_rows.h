@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "moesaic/dtype.h"
+#include "moesaic/kinds.h"
 
 namespace moesaic::cuda {
 

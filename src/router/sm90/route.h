@@ -4,8 +4,7 @@
 #include <cstdint>
 
 #include "cuda/experts_prologue.h"
-#include "moesaic/dtype.h"
-#include "moesaic/spec.h"
+#include "moesaic/kinds.h"
 
 namespace moesaic::cuda {
 
