@@ -2,8 +2,9 @@
 // one instruction adds two products of an unsigned and a signed byte, to 16 bits and saturating, and
 // another two such sums to 32 bits. The same integers, so the same bits.
 //
-// - Codes of up to 6 bits: a span of quads, as many as cannot pass 16 bits, is added up there first.
-// - Codes of 8 bits, and of 6 where many rows meet them: both sides are widened to 16 bits.
+// - Codes of up to 5 bits: a span of quads, as many as cannot pass 16 bits, is added up there first.
+// - Codes of 6 bits, whose span is two quads: both at once, without sums that are kept in 16 bits.
+// - Codes of 8 bits: both sides are widened to 16 bits.
 #if defined(MOESAIC_CPU_GROUP_SUMS_PAIRS_I8_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_GROUP_SUMS_PAIRS_I8_INL_H_
 #undef MOESAIC_CPU_GROUP_SUMS_PAIRS_I8_INL_H_
@@ -11,6 +12,7 @@
 #define MOESAIC_CPU_GROUP_SUMS_PAIRS_I8_INL_H_
 #endif
 
+#include "core/instrumented.h"
 #include "cpu/group_steps_i8-inl.h"
 
 #ifdef MOESAIC_TIER_BYTE_PAIRS
@@ -22,9 +24,9 @@ namespace {
 template <class Unit>
 inline constexpr int kSpanQuads = 32767 / (2 * 128 * Unit::kMost);
 
-// Units that are quads of bytes, where less than four quads make a span: products in 16 bits.
+// Units of which not even two quads make a span: products in 16 bits.
 template <class Unit>
-inline constexpr bool kInWords = Unit::kSteps == 4 && kSpanQuads<Unit> < 4;
+inline constexpr bool kInWords = kSpanQuads<Unit> < 2;
 
 // acc += both 16-bit sums of a lane.
 HWY_INLINE VI AddPart(VI acc, VI part) {
@@ -49,21 +51,69 @@ HWY_INLINE void AddParts(const VI (&part)[MR][kVectorsOfRows<MR>],
   }
 }
 
-// --- Units that have more quads than a span
+// --- Units of which two quads make a span
 
-// All quads of a unit of which a span is a part.
+template <class Unit>
+inline constexpr bool kInTwos = kSpanQuads<Unit> == 2 || kSpanQuads<Unit> == 3;
+
+// acc += the products of two quads and of the codes of a row. (Twelve sums, two vectors of weights and
+// two of codes are all registers that there are: the codes are read where they are multiplied; what
+// assembler reads no sanitizer checks.)
+HWY_INLINE void AddTwoQuads(VI& acc, VI w0, VI w1, const std::uint8_t* codes) {
+  alignas(32) static constexpr std::int16_t kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1,
+                                                         1, 1, 1, 1, 1, 1, 1, 1};
+#if MOESAIC_INSTRUMENTED
+  static_cast<void>(*static_cast<const volatile std::uint8_t*>(codes + 7));
+#endif
+  VI x0, x1;
+  __asm__(
+      "vpbroadcastd %5, %1\n\tvpbroadcastd %6, %2\n\t"
+      "vpmaddubsw %1, %3, %1\n\tvpmaddubsw %2, %4, %2\n\tvpaddw %2, %1, %1\n\t"
+      "vpmaddwd %7, %1, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(acc.raw), "=&x"(x0.raw), "=&x"(x1.raw)
+      : "x"(w0.raw), "x"(w1.raw), "m"(*reinterpret_cast<const std::uint8_t(*)[4]>(codes)),
+        "m"(*reinterpret_cast<const std::uint8_t(*)[4]>(codes + 4)), "m"(kOnes));
+}
+
+// Two units that are a quad each.
+template <class Unit>
+struct TwoUnits : Unit {
+  static_assert(Unit::kSteps == 4);
+  static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = 2 * Unit::kBytes;
+  using Raw = RawQuads<2>;
+  template <int Q>
+  static HWY_INLINE VI Quad(const Raw& raw) {
+    return raw.plane[Q];
+  }
+};
+template <class Unit>
+using UnitOfTwos = std::conditional_t<Unit::kSteps == 4, TwoUnits<Unit>, Unit>;
+
+// All quads of a unit, two at once.
 template <class Unit, int MR>
-struct UnitSpansI8 {
+struct UnitTwosI8 {
   const std::byte* unit;
   const std::uint8_t* const (&a)[MR];
   int at;
   VI (&acc)[MR][kVectorsOfRows<MR>];
-  VI (&part)[MR][kVectorsOfRows<MR>];
   template <int Q>
   HWY_INLINE void Do() const {
-    if constexpr (Q % kSpanQuads<Unit> == 0) ClearParts<MR>(part);
-    StepI8<Unit, Q, MR>(unit, a, at, part);
-    if constexpr ((Q + 1) % kSpanQuads<Unit> == 0) AddParts<MR>(part, acc);
+    if constexpr (Q % 2 == 0) Two<Q>();
+  }
+  template <int Q>
+  HWY_INLINE void Two() const {
+    const std::byte* from = unit;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectorsOfRows<MR>; ++v) {
+      __asm__("" : "+r"(from));  // weights of other columns would push sums out of registers
+      const typename Unit::Raw raw(from, v);
+      const VI w0 = Unit::template Quad<Q>(raw), w1 = Unit::template Quad<Q + 1>(raw);
+#pragma GCC unroll 8
+      for (int r = 0; r < MR; ++r) {
+        AddTwoQuads(acc[r][v], w0, w1, a[r] + at + 4 * Q);
+      }
+    }
   }
 };
 
@@ -153,17 +203,18 @@ HWY_INLINE void SumGroup(const std::byte*& unit, const I8TileRowsOf<Unit, MR>& r
   if constexpr (kInWords<Unit>) {
     SumWide<MR, kLines>(unit, rows, group * (steps / 4), steps, fetches, fetch, acc);
   } else {
-    VI part[MR][kVectorsOfRows<MR>];
-    if constexpr (4 * kSpanQuads<Unit> < Unit::kSteps) {
-      for (int k = 0; k < steps; k += Unit::kSteps, unit += Unit::kBytes) {
-        if (fetches) FetchLines<kLines>(fetch);
+    if constexpr (kInTwos<Unit>) {
+      using Two = UnitOfTwos<Unit>;
+      for (int k = 0; k < steps; k += Two::kSteps, unit += Two::kBytes) {
+        if (fetches) FetchLines<kLines*(Two::kBytes / Unit::kBytes)>(fetch);
         if constexpr (MR == 1) {
-          UnitOfRowI8<Unit, SpansOfQuads>(unit, a[0] + k, acc[0]);
+          UnitOfRowI8<Two, SpansOfQuads>(unit, a[0] + k, acc[0]);
         } else {
-          ForQuads<Unit>(UnitSpansI8<Unit, MR>{unit, a, k, acc, part});
+          ForQuads<Two>(UnitTwosI8<Two, MR>{unit, a, k, acc});
         }
       }
     } else {
+      VI part[MR][kVectorsOfRows<MR>];
       const int span = MOESAIC_FAULT(cpu_byte_pairs_pass_16_bits) ? steps : 4 * kSpanQuads<Unit>;
       for (int k = 0; k < steps;) {
         ClearParts<MR>(part);
