@@ -58,7 +58,18 @@ def descriptions(c):
     bad("bnb_skip_string", dict(BNB, llm_int8_skip_modules="gate"), CORRUPT, ["llm_int8_skip_modules", "list"])
     # ModelOpt
     bad("opt_no_algo", {"quant_method": "modelopt"}, CORRUPT, ["quant_algo", "missing"])
-    for algo in ("MIXED_PRECISION", "INT4_AWQ", "W4A8_AWQ", "NVFP4_AWQ", ""):
+    mixed = lambda name, layers, code, keys: bad("opt_mixed_" + name, dict(OPT, quant_algo="MIXED_PRECISION", quantized_layers=layers), code,
+                                                 ["quantized_layers"] + keys)
+    mixed("none", None, CORRUPT, ["missing", "MIXED_PRECISION"])
+    mixed("empty", {}, CORRUPT, ["missing"])
+    mixed("list", ["x"], CORRUPT, ["an object"])
+    mixed("number", {"x": 3}, CORRUPT, ["x: got 3", "an object"])
+    mixed("null", {"x": None}, ARGUMENT, ['"x": got null'])
+    mixed("no_algo", {"x": {}}, CORRUPT, ['"x": quant_algo: missing'])
+    mixed("awq", {"a": {"quant_algo": "FP8"}, "x": {"quant_algo": "W4A8_AWQ"}}, UNSUPPORTED, ['"x": quant_algo', "W4A8_AWQ"])
+    mixed("nested", {"x": {"quant_algo": "MIXED_PRECISION"}}, UNSUPPORTED, ['"x": quant_algo', "MIXED_PRECISION"])
+    mixed("group", {"x": {"quant_algo": "NVFP4", "group_size": 32}}, ARGUMENT, ['"x": group_size', "32", "16"])
+    for algo in ("INT4_AWQ", "W4A8_AWQ", "NVFP4_AWQ", ""):
         bad("opt_algo_" + (algo or "blank"), dict(OPT, quant_algo=algo), UNSUPPORTED, ["quant_algo", '"%s"' % algo])
     bad("opt_group", dict(OPT, group_size=32), ARGUMENT, ["group_size", "32"])
     bad("opt_mx_group", dict(OPT, quant_algo="W4A8_MXFP4_FP8", group_size=16), ARGUMENT, ["group_size", "16", "32"])

@@ -398,6 +398,7 @@ def fp4(c):
           lambda rng, n, m, leaf: q.nvfp4(rng, n, m, global_scale=2.0**-6 * rng.choice([1, 2]), input_scale=2.0**-7), scheme="nvfp4", tp=(2,), shared=64)
     nvfp4("modelopt_nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "model.layers.0.mlp.gate"]}, "nvfp4",
           compressed=False)
+    mixed_precision(c, nvfp4)
     nvfp4("modelopt_nvfp4_wo", {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, "nvfp4-bf16", compressed=False, static=False)
     c.add("ct_mxfp4_wo", compressed("mxfp4-pack-quantized", f4(32)), plain_linear(q.mxfp4), scheme="mxfp4-bf16", tp=(2,))
     c.add("ct_mxfp4_fp8", compressed("mxfp4-pack-quantized", f4(32), dict(f4(128, dynamic=True), num_bits=8)), plain_linear(q.mxfp4), h=128, i=256,
@@ -406,6 +407,27 @@ def fp4(c):
     c.add("modelopt_mxfp4_fp8", opt, plain_linear(q.mxfp4, compressed=False), scheme="mxfp4-fp8", tp=(2,))
     c.add("modelopt_mxfp4_fp8_dynamic", opt, plain_linear(q.mxfp4, compressed=False, static=False), scheme="mxfp4-fp8", tp=(2,), shared=64)
     c.add("ct_mxfp4", compressed("mxfp4-pack-quantized", f4(32), f4(32, dynamic=True)), plain_linear(q.mxfp4), scheme="mxfp4", tp=(2,))
+
+
+def mixed_precision(c, nvfp4):
+    """ModelOpt's algorithm of each linear, or of all experts, in config.json or beside it."""
+    mlp, leaves = "model.layers.0.mlp.", ("gate_proj", "up_proj", "down_proj")
+    attention = lambda algo: {"model.layers.0.self_attn.%s_proj" % x: algo for x in "qo"}
+    layers = attention({"quant_algo": "NVFP4"})
+    layers.update({"%sexperts.%d.%s" % (mlp, e, leaf): {"quant_algo": "NVFP4", "group_size": 16} for e in range(EXPERTS) for leaf in leaves})
+    mixed = lambda lists, **k: dict({"quant_algo": "MIXED_PRECISION", "quantized_layers": lists}, **k)
+    nvfp4("modelopt_mixed", mixed(layers, quant_method="modelopt", ignore=["lm_head", "mtp*"], config_groups={}), "nvfp4", compressed=False)
+    seen = []
+    def experts_then_shared(rng, n, m, leaf):
+        seen.append(leaf)
+        if len(seen) <= len(leaves) * EXPERTS:
+            return q.nvfp4(rng, n, m, compressed=False, static=False, global_scale=2.0**-5)
+        return q.fp8_block(rng, n, m, four_axes=True, block=(32, 32))
+    blocks = {"quant_algo": "FP8_PB_WO", "group_size": 32}
+    beside = dict(attention(blocks), **{mlp + "experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16}})
+    beside.update({mlp + "shared_experts." + leaf: blocks for leaf in leaves})
+    c.add("modelopt_mixed_shared", None, experts_then_shared, scheme="nvfp4-bf16", shared=64,
+          side={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": mixed(beside, kv_cache_quant_algo="FP8", exclude_modules=["mtp*"])}})
 
 
 def bitsandbytes(c):

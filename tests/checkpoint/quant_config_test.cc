@@ -240,6 +240,65 @@ TEST(QuantConfigFormats, PackingHasTwoNames) {
             "");
 }
 
+TEST(QuantConfigFormats, ModelOptHasItsFileInside) {
+  const auto inside = [](const Json& quantization) {
+    return parse_quant({{"quant_method", "modelopt"}, {"quantization", quantization}});
+  };
+  const auto quant = inside({{"quant_algo", "FP8"}, {"exclude_modules", {"lm_head"}}});
+  EXPECT_EQ(quant->linear.stored, checkpoint::StoredFormat::kFp8Tensor);
+  EXPECT_TRUE(checkpoint::skips_module(*quant, "lm_head"));
+  EXPECT_EQ(mismatch(inside({{"quant_algo", "x"}}).status(), StatusCode::kUnsupported,
+                     {"quantization_config: quantization: quant_algo", "\"x\""}),
+            "");
+}
+// ModelOpt lists every module that is quantised, or the module of all experts, with its algorithm.
+TEST(QuantConfigFormats, MixedPrecisionIsPerModule) {
+  const std::string layers = "model.layers.";
+  const auto parse = [&](Json listed) {
+    return parse_quant({{"quant_method", "modelopt"},
+                        {"quant_algo", "MIXED_PRECISION"},
+                        {"ignore", {"mtp*", layers + "9"}},
+                        {"quantized_layers", std::move(listed)}});
+  };
+  const Json nvfp4 = {{"quant_algo", "NVFP4"}, {"group_size", 16}}, fp8 = {{"quant_algo", "FP8"}};
+  Json listed = {{layers + "0.mlp.experts", nvfp4},
+                 {layers + "0.mlp.shared_expert.up_proj", fp8},
+                 {layers + "9.mlp.experts", nvfp4}};
+  for (int e = 0; e < 12; ++e) {
+    for (const char* leaf : {"gate_proj", "up_proj", "down_proj"}) {
+      const std::string name = "mlp.experts." + std::to_string(e) + "." + leaf;
+      listed[layers + "1." + name] = fp8;
+      listed[layers + "2." + name] = e == 11 ? fp8 : nvfp4;
+      if (e != 11) listed[layers + "3." + name] = nvfp4;
+    }
+  }
+  const checkpoint::QuantConfig quant = parse(listed).value();
+  const auto stored = [&](const std::string& module) {
+    return checkpoint::module_format(quant, layers + module).stored;
+  };
+  using checkpoint::StoredFormat;
+  EXPECT_EQ(stored("0.mlp.experts.7.up_proj"), StoredFormat::kNvfp4);
+  EXPECT_EQ(stored("0.mlp.shared_expert.up_proj"), StoredFormat::kFp8Tensor);
+  EXPECT_EQ(stored("0.mlp.shared_expert.up"), StoredFormat::kPlain);
+  EXPECT_EQ(stored("0.mlp.experts_too.up_proj"), StoredFormat::kPlain);
+  EXPECT_EQ(stored("9.mlp.experts.0.up_proj"), StoredFormat::kPlain);
+  constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
+  const auto experts = [&](int layer) {
+    return checkpoint::experts_format(quant, layers + std::to_string(layer) + ".mlp.experts", 12,
+                                      kLeaves);
+  };
+  EXPECT_EQ(experts(0)->stored, StoredFormat::kNvfp4);
+  EXPECT_EQ(experts(1)->stored, StoredFormat::kFp8Tensor);
+  EXPECT_EQ(experts(1)->activation, checkpoint::ActivationQuant::kStatic);
+  for (const int layer : {2, 3}) {
+    EXPECT_EQ(mismatch(experts(layer).status(), StatusCode::kUnsupported,
+                       {"of the format nvfp4", "experts.11.gate_proj", "all or none"}),
+              "");
+  }
+  EXPECT_EQ(experts(4)->stored, StoredFormat::kPlain);
+  EXPECT_EQ(experts(9)->stored, StoredFormat::kPlain);
+}
+
 TEST(QuantConfigFormats, LayersHaveAsManyExperts) {
   const auto sparse = [](const Json& method, const Json& counts) {
     Json quant = compressed({{"a", group({"Linear"}, 4)}}, Json::array());

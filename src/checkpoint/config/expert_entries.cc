@@ -46,6 +46,7 @@ std::uint64_t regex_cost(std::string_view pattern) {
   return 16 * regex_states(pattern);  // most characters of a name leave a few states alive
 }
 std::uint64_t entry_cost(NameRule rule, std::string_view entry) {
+  if (rule == NameRule::kName) return 1;
   if (rule != NameRule::kExactOrRegex) return entry.size() + 1;
   return entry.starts_with("re:") ? regex_cost(entry.substr(3)) : 1;
 }
@@ -53,22 +54,27 @@ std::uint64_t entry_cost(NameRule rule, std::string_view entry) {
 
 QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
                      std::span<const std::string_view> projections) {
-  const auto may_match = [&](const std::string& entry) {
-    if (quant.rule == NameRule::kGlob)
+  const auto may_match = [&](NameRule rule, const std::string& entry) {
+    if (rule == NameRule::kName) return entry.starts_with(experts) || experts.starts_with(entry);
+    if (rule == NameRule::kGlob)
       return can_match_experts(texts_of_glob(entry), experts, projections);
-    if (quant.rule == NameRule::kParts) return true;
+    if (rule == NameRule::kParts) return true;
     if (!entry.starts_with("re:")) return entry == "Linear" || entry.starts_with(experts);
     return can_match_experts(texts_of_regex(entry.substr(3)), experts, projections);
+  };
+  const auto copy = [&](NameRule rule, const std::vector<std::string>& from,
+                        std::vector<std::string>* to) {
+    std::copy_if(from.begin(), from.end(), std::back_inserter(*to),
+                 [&](const std::string& entry) { return may_match(rule, entry); });
   };
   QuantConfig narrow;
   narrow.linear = quant.linear;
   narrow.rule = quant.rule;
   narrow.only = quant.only;
-  std::copy_if(quant.skips.begin(), quant.skips.end(), std::back_inserter(narrow.skips), may_match);
+  copy(quant.rule, quant.skips, &narrow.skips);
   for (const QuantGroup& group : quant.groups) {
     narrow.groups.push_back({group.name, group.format, {}});
-    std::copy_if(group.targets.begin(), group.targets.end(),
-                 std::back_inserter(narrow.groups.back().targets), may_match);
+    copy(target_rule(quant.rule), group.targets, &narrow.groups.back().targets);
   }
   std::copy_if(quant.overrides.begin(), quant.overrides.end(), std::back_inserter(narrow.overrides),
                [&](const QuantOverride& entry) {
@@ -82,7 +88,8 @@ std::uint64_t entries_cost(const QuantConfig& quant) {
   for (const std::string& entry : quant.skips) cost += entry_cost(quant.rule, entry);
   for (const std::string& entry : quant.only) cost += entry.size() + 1;
   for (const QuantGroup& group : quant.groups) {
-    for (const std::string& target : group.targets) cost += entry_cost(quant.rule, target);
+    for (const std::string& target : group.targets)
+      cost += entry_cost(target_rule(quant.rule), target);
   }
   for (const QuantOverride& entry : quant.overrides) cost += regex_cost(entry.pattern);
   for (const QuantPart& part : quant.parts) cost += part.modules.size() + entries_cost(part.quant);

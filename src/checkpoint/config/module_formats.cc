@@ -51,6 +51,13 @@ bool is_number(std::string_view part) {
                                       [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
+// Whether the module has this name or is inside one that has.
+bool is_within(std::string_view module, std::string_view name) {
+  const std::size_t end = name.size();
+  return module.size() >= end && (module.size() == end || module[end] == '.') &&
+         module.starts_with(name);
+}
+
 bool entry_matches(NameRule rule, const std::string& entry, std::string_view module) {
   switch (rule) {
     case NameRule::kParts:
@@ -60,9 +67,9 @@ bool entry_matches(NameRule rule, const std::string& entry, std::string_view mod
       if (!entry.starts_with("re:")) return entry == module || entry == "Linear";
       return regex_hits(entry.substr(3), module);
     case NameRule::kGlob:
-      return glob_matches(entry, std::string(module)) ||
-             (module.starts_with(entry) &&
-              (module.size() == entry.size() || module[entry.size()] == '.'));
+      return glob_matches(entry, std::string(module)) || is_within(module, entry);
+    case NameRule::kName:
+      return is_within(module, entry);
   }
   return false;
 }
@@ -81,8 +88,9 @@ bool has_digits(std::string_view pattern) {
 // Whether an entry may match some experts and not others. A whole name must be one of theirs; a
 // pattern, or a part of a name, without digits can distinguish only the number of digits.
 bool tells_experts(NameRule rule, const std::string& entry, std::string_view experts) {
-  const bool pattern = rule != NameRule::kExactOrRegex || entry.starts_with("re:");
-  return pattern ? has_digits(entry) : entry.starts_with(experts);
+  const bool whole =
+      rule == NameRule::kName || (rule == NameRule::kExactOrRegex && !entry.starts_with("re:"));
+  return whole ? entry.starts_with(experts) : has_digits(entry);
 }
 
 // All, or one per number of digits and the last.
@@ -107,13 +115,15 @@ Status too_much_work(std::string_view what, std::uint64_t steps, std::int64_t la
 // The experts whose names are checked one by one.
 std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_view experts,
                                           std::int64_t num_experts) {
-  const auto tells = [&](const std::string& entry) {
-    return tells_experts(quant.rule, entry, experts);
+  const auto tell = [&](NameRule rule, const std::vector<std::string>& entries) {
+    return std::any_of(entries.begin(), entries.end(), [&](const std::string& entry) {
+      return tells_experts(rule, entry, experts);
+    });
   };
-  bool all = std::any_of(quant.skips.begin(), quant.skips.end(), tells) ||
+  bool all = tell(quant.rule, quant.skips) ||
              std::any_of(quant.only.begin(), quant.only.end(), has_digits);
   for (const QuantGroup& group : quant.groups) {
-    all = all || std::any_of(group.targets.begin(), group.targets.end(), tells);
+    all = all || tell(target_rule(quant.rule), group.targets);
   }
   return asked_experts(all, num_experts);
 }
@@ -187,10 +197,7 @@ const QuantConfig& description_of(const QuantConfig& quant, std::string_view mod
   if (MOESAIC_FAULT(checkpoint_quant_parts_ignored)) return quant;
   for (const QuantPart& part : quant.parts) {
     for (const std::string& name : part.modules) {
-      if (module.starts_with(name) &&
-          (module.size() == name.size() || module[name.size()] == '.')) {
-        return part.quant;
-      }
+      if (is_within(module, name)) return part.quant;
     }
   }
   return quant;
@@ -214,7 +221,9 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
       for (const std::string& target : group.targets) {
         const int kind = target == "Linear" ? 2 : target.starts_with("re:") ? 1 : 0;
         const bool later = found != nullptr && target >= first;
-        if (kind != round || later || !entry_matches(quant.rule, target, module)) continue;
+        if (kind != round || later || !entry_matches(target_rule(quant.rule), target, module)) {
+          continue;
+        }
         found = &group;
         first = target;
         if (MOESAIC_FAULT(checkpoint_first_group_wins)) return found;
@@ -232,7 +241,7 @@ bool is_quantised_as_linear(const QuantConfig& whole, std::string_view module) {
   const QuantGroup* group = group_of(quant, module);
   return group != nullptr &&
          std::none_of(group->targets.begin(), group->targets.end(), [&](const std::string& target) {
-           return target != "Linear" && entry_matches(quant.rule, target, module);
+           return target != "Linear" && entry_matches(target_rule(quant.rule), target, module);
          });
 }
 

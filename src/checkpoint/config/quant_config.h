@@ -26,12 +26,16 @@ enum class NameRule : std::uint8_t {
   // class "Linear". compressed-tensors.
   kExactOrRegex,
   kGlob,  // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
+  kName,  // the whole name, or a prefix of its dotted parts. ModelOpt's targets.
 };
+constexpr NameRule target_rule(NameRule rule) {
+  return rule == NameRule::kGlob ? NameRule::kName : rule;
+}
 
 // compressed-tensors: modules of these targets have this format. A plain one that has activations
-// is of activations alone.
+// is of activations alone. ModelOpt's mixed precision: all modules that are listed with one format.
 struct QuantGroup {
-  std::string name;  // its key in config_groups
+  std::string name;  // its key in config_groups, or the algorithm
   LinearFormat format;
   std::vector<std::string> targets;
   bool operator==(const QuantGroup&) const = default;

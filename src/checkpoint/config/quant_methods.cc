@@ -10,17 +10,9 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 #include "quant/bnb.h"
-#include "quant/mx.h"
-#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
-
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
-}
 
 constexpr IntegerRange kBitsRange{1, 16};
 constexpr IntegerRange kGroupRange{-1, 1 << 20};
@@ -65,7 +57,7 @@ Result<std::optional<std::string>> packing_of(const ConfigFields& fields, std::s
   MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.string(name));
   MOESAIC_ASSIGN_OR_RETURN(const auto other, fields.string(kOther));
   if (MOESAIC_FAULT(checkpoint_one_name_of_packing)) return stated;
-  if (stated && other && lower(*stated) != lower(*other)) {
+  if (stated && other && lower_case(*stated) != lower_case(*other)) {
     return Status(StatusCode::kAmbiguousFormat,
                   fmt::format("{}: {} is {}, but {} {}, need one of them", fields.where(), name,
                               quote_name(*stated), kOther, quote_name(*other)));
@@ -106,20 +98,13 @@ std::string without_outer_dots(const std::string& entry) {
   return entry.substr(first, entry.find_last_not_of('.') + 1 - first);
 }
 
-// ModelOpt 0.47 renames modules with a mark behind their names, a NUL and a word, and leaves it
-// there when the renaming took the dot before it. What counts is the name, with its wildcard.
-void drop_name_mark(std::string* entry) {
-  const std::size_t nul = entry->find('\0');
-  if (nul == std::string::npos || MOESAIC_FAULT(checkpoint_keep_name_mark)) return;
-  const std::string_view wildcard = entry->ends_with(".*")  ? ".*"
-                                    : entry->ends_with("*") ? "*"
-                                                            : "";
-  std::string name = entry->substr(0, nul);
-  if (name.ends_with(".")) name.pop_back();
-  *entry = name + std::string(wildcard);
-}
-
 }  // namespace
+
+std::string lower_case(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
 
 Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,
                     QuantConfig* quant) {
@@ -182,7 +167,7 @@ Result<QuantConfig> parse_awq(const ConfigFields& fields) {
   }
   f.zero_points = true;
   MOESAIC_ASSIGN_OR_RETURN(const auto version, packing_of(fields, "version"));
-  if (version && lower(*version) != "gemm") {
+  if (version && lower_case(*version) != "gemm") {
     return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));
   }
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
@@ -220,56 +205,6 @@ Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields) {
     return fields.unsupported(
         fmt::format("bnb_4bit_quant_storage: got {}, need uint8", quote_name(*storage)));
   }
-  return quant;
-}
-
-Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
-  struct Algorithm {
-    std::string_view name;
-    StoredFormat stored;
-    ActivationQuant activation;
-    int bits = 0;  // see LinearFormat
-  };
-  constexpr auto kAlgorithms = std::to_array<Algorithm>({
-      {"fp8", StoredFormat::kFp8Tensor, ActivationQuant::kStatic},
-      {"fp8_per_channel_per_token", StoredFormat::kFp8Channel, ActivationQuant::kDynamic},
-      {"fp8_pb_wo", StoredFormat::kFp8Block, ActivationQuant::kNone},
-      {"nvfp4", StoredFormat::kNvfp4, ActivationQuant::kStatic},
-      {"w4a16_nvfp4", StoredFormat::kNvfp4, ActivationQuant::kNone},
-      {"mxfp8", StoredFormat::kMxfp8, ActivationQuant::kDynamic},
-      {"w4a8_mxfp4_fp8", StoredFormat::kMxfp4Linear, ActivationQuant::kStatic, 8},
-  });
-  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("quant_algo"));
-  if (!name) {
-    return Status(StatusCode::kCorruptFile,
-                  fields.where() + ": quant_algo: missing, need the name of an algorithm");
-  }
-  QuantConfig quant;
-  quant.rule = NameRule::kGlob;
-  quant.linear.names = NameStyle::kModelOpt;
-  const auto found = std::find_if(kAlgorithms.begin(), kAlgorithms.end(),
-                                  [&](const Algorithm& a) { return a.name == lower(*name); });
-  if (found == kAlgorithms.end()) {
-    return fields.unsupported(
-        fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, "
-                    "FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8 or W4A8_MXFP4_FP8",
-
-                    quote_name(*name)));
-  }
-  quant.linear.stored = found->stored;
-  quant.linear.activation = found->activation;
-  quant.linear.bits = found->bits;
-  MOESAIC_ASSIGN_OR_RETURN(const auto group, fields.integer("group_size", {1, 1 << 20}));
-  if (group && found->stored == StoredFormat::kNvfp4 && *group != quant::kNvfp4GroupSize) {
-    return fields.bad_value("group_size", fmt::to_string(*group), "16 with NVFP4");
-  }
-  if (group && found->stored == StoredFormat::kMxfp4Linear && *group != quant::kMxGroupSize) {
-    return fields.bad_value("group_size", fmt::to_string(*group), "32 with MXFP4");
-  }
-  for (const std::string_view list : {"ignore", "exclude_modules"}) {
-    MOESAIC_RETURN_IF_ERROR(append_skips(fields, list, false, &quant));
-  }
-  for (std::string& entry : quant.skips) drop_name_mark(&entry);
   return quant;
 }
 

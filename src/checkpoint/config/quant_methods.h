@@ -18,7 +18,10 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields);  // qu
 Result<QuantConfig> parse_gptq(const ConfigFields& fields);
 Result<QuantConfig> parse_awq(const ConfigFields& fields);
 Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields);
-Result<QuantConfig> parse_modelopt(const ConfigFields& fields);
+Result<QuantConfig> parse_modelopt(const ConfigFields& fields);  // quant_modelopt.cc
+
+// With the letters of ASCII in lower case.
+std::string lower_case(std::string text);
 
 // Appends a list of names; kInvalidArgument for an empty one, kUnsupported for "re:..." unless
 // allowed.
