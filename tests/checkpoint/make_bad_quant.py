@@ -47,7 +47,9 @@ def descriptions(c):
     bad("gptq_dynamic_number", dict(GPTQ, dynamic={"+:lm_head": 8}), CORRUPT, ["dynamic", "+:lm_head", "got 8", "an object"])
     bad("gptq_dynamic_and_list", dict(GPTQ, dynamic={"-:x": {}}, modules_to_not_convert=["y"]), UNSUPPORTED, ["dynamic", "modules_to_not_convert"])
     bad("awq_version", dict(AWQ, version="gemv"), UNSUPPORTED, ["version", "gemv"])
-    bad("awq_symmetric", dict(AWQ, zero_point=False), UNSUPPORTED, ["zero_point", "false"])
+    bad("awq_zero_point_text", dict(AWQ, zero_point="no"), CORRUPT, ["zero_point", "true or false"])
+    bad("awq_backend", dict(AWQ, backend="llm-awq"), UNSUPPORTED, ["backend", "llm-awq"])
+    bad("awq_backend_usual", dict(AWQ, backend="autoawq"), "ok", [])
     bad("awq_aliases_differ", dict(AWQ, w_bit=8), AMBIGUOUS, ["bits", "w_bit"])
     # bitsandbytes
     bad("bnb_neither", {"quant_method": "bitsandbytes"}, AMBIGUOUS, ["load_in_4bit", "load_in_8bit"])
@@ -400,6 +402,7 @@ def layers(c):
     layer("nvfp4_width_24", OPT, dummy, lambda t: None, UNSUPPORTED, ["24 columns", "16"], i=24)
     aw = lambda name, spoil, code, keys, **k: layer("awqt_" + name, AWQ, lambda rng, n, x: q.awq(rng, n, x), spoil, code, keys, **k)
     aw("good", lambda t: None, "ok", [])
+    layer("awqt_symmetric_zeros", dict(AWQ, zero_point=False), lambda rng, n, x: q.awq(rng, n, x), lambda t: None, CORRUPT, [".qzeros", "need 8", "symmetric"])
     for end in (".qweight", ".qzeros", ".scales"):
         aw("no" + end, pop(end), MISSING, [UP + end])
     aw("qweight_gptq_order", replace(".qweight", "I32", [8, 64]), SHAPE, [UP + ".qweight", "[8, 64]", "[64, 8]"])

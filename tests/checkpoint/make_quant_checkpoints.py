@@ -355,6 +355,8 @@ def integers(c):
     awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
     c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
     c.add("awq_signed", awq(), plain_linear(q.awq, signed=True), scheme="int4-g128", tp=(2,))
+    # As AutoRound and GPTQModel write them: zero points that say nothing.
+    c.add("awq_symmetric", awq(zero_point=False), plain_linear(q.awq, zeros=False), scheme="int4-g128", tp=(2,))
     c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),
           side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
 

@@ -251,6 +251,24 @@ TEST(QuantConfigFormats, ModelOptHasItsFileInside) {
                      {"quantization_config: quantization: quant_algo", "\"x\""}),
             "");
 }
+// AWQ files of GPTQModel have the rules of its GPTQ files.
+TEST(QuantConfigFormats, AwqHasDynamicRulesToo) {
+  const auto awq = [](const Json& more) {
+    Json quant = {{"quant_method", "awq"}, {"bits", 4}, {"group_size", 32}};
+    quant.update(more);
+    return parse_quant(quant);
+  };
+  const auto quant = awq({{"dynamic", {{"-:.*shared_expert.*", Json::object()}}}});
+  EXPECT_TRUE(checkpoint::skips_module(*quant, "model.layers.0.mlp.shared_expert.up_proj"));
+  EXPECT_FALSE(checkpoint::skips_module(*quant, "model.layers.0.mlp.experts.0.up_proj"));
+  const auto other = awq({{"dynamic", {{"+:.*experts.*", {{"group_size", 64}}}}}});
+  EXPECT_EQ(mismatch(checkpoint::check_overrides(*other, "model.layers.0.mlp.experts.0.up_proj"),
+                     StatusCode::kUnsupported, {"dynamic", "group_size", "got 64, need 32"}),
+            "");
+  EXPECT_EQ(mismatch(awq({{"rotation", "hadamard"}}).status(), StatusCode::kUnsupported,
+                     {"rotation \"hadamard\""}),
+            "");
+}
 // ModelOpt lists every module that is quantised, or the module of all experts, with its algorithm.
 TEST(QuantConfigFormats, MixedPrecisionIsPerModule) {
   const std::string layers = "model.layers.";

@@ -241,8 +241,8 @@ def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_in
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def awq(rng, n, k, group=32, signed=False):
-    codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, True, signed)
+def awq(rng, n, k, group=32, signed=False, zeros=True):
+    codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, zeros, signed)
     weight = [pack_line(col, 4, AWQ_ORDER) for col in columns_of(codes)]
     zero = [pack_line(col, 4, AWQ_ORDER) for col in columns_of(z)]
     flat = lambda rows: [w for row in rows for w in row]

@@ -32,8 +32,9 @@ Result<std::int64_t> required_group(const ConfigFields& fields, ConfigFields::Na
   return fields.bad_value(names[0], fmt::to_string(group), "-1 or a multiple of 8");
 }
 
-// GPTQ's "dynamic": keys are regular expressions, "-:" leaves modules out, the others ("+:" or no
-// mark) override what the values say. Whether that concerns experts is known with their names.
+// "dynamic" of GPTQ, and of AWQ by GPTQModel: keys are regular expressions, "-:" leaves modules out,
+// the others ("+:" or no mark) override what the values say. Whether that concerns experts is known
+// with their names.
 Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* dynamic, fields.object("dynamic"));
   if (dynamic == nullptr) return {};
@@ -98,6 +99,15 @@ std::string without_outer_dots(const std::string& entry) {
   return entry.substr(first, entry.find_last_not_of('.') + 1 - first);
 }
 
+// Which modules are left out, by name or by GPTQModel's rules.
+Status read_left_out(const ConfigFields& fields, QuantConfig* quant) {
+  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, quant));
+  const bool listed = !quant->skips.empty();
+  MOESAIC_RETURN_IF_ERROR(read_dynamic(fields, quant));
+  if (!listed || quant->rule == NameRule::kParts) return {};
+  return fields.unsupported("dynamic beside modules_to_not_convert, need one of them");
+}
+
 }  // namespace
 
 std::string lower_case(std::string text) {
@@ -143,13 +153,8 @@ Result<QuantConfig> parse_gptq(const ConfigFields& fields) {
         fmt::format("checkpoint_format: got {}, need gptq or gptq_v2", quote_name(*format)));
   }
   f.zeros_minus_one = !format || *format == "gptq";
-  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
   MOESAIC_RETURN_IF_ERROR(read_quantized_modules(fields, &quant));
-  const bool listed = !quant.skips.empty();
-  MOESAIC_RETURN_IF_ERROR(read_dynamic(fields, &quant));
-  if (listed && quant.rule != NameRule::kParts) {
-    return fields.unsupported("dynamic beside modules_to_not_convert, need one of them");
-  }
+  MOESAIC_RETURN_IF_ERROR(read_left_out(fields, &quant));
   return quant;
 }
 
@@ -161,16 +166,20 @@ Result<QuantConfig> parse_awq(const ConfigFields& fields) {
   constexpr std::array<std::string_view, 2> kGroup = {"group_size", "q_group_size"};
   MOESAIC_ASSIGN_OR_RETURN(f.bits, required_bits(fields, kBits, {4}));
   MOESAIC_ASSIGN_OR_RETURN(f.group_size, required_group(fields, kGroup));
+  // Zero points are stored either way; those of symmetric files (AutoRound, GPTQModel) are all 8.
   MOESAIC_ASSIGN_OR_RETURN(const auto zero_point, fields.boolean("zero_point"));
-  if (!zero_point.value_or(true)) {
-    return fields.unsupported("zero_point: got false, need true");
-  }
-  f.zero_points = true;
+  f.zero_points = zero_point.value_or(true) || MOESAIC_FAULT(checkpoint_awq_always_has_zeros);
   MOESAIC_ASSIGN_OR_RETURN(const auto version, packing_of(fields, "version"));
   if (version && lower_case(*version) != "gemm") {
     return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));
   }
-  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
+  // Its own packing, whatever the version says.
+  MOESAIC_ASSIGN_OR_RETURN(const auto backend, fields.string("backend"));
+  if (backend && lower_case(*backend) == "llm-awq") {
+    return fields.unsupported("backend: got \"llm-awq\", need \"autoawq\" or no field");
+  }
+  MOESAIC_RETURN_IF_ERROR(refuse_activation_steps(fields));
+  MOESAIC_RETURN_IF_ERROR(read_left_out(fields, &quant));
   return quant;
 }
 
