@@ -438,6 +438,7 @@ def bitsandbytes(c):
                              "llm_int8_skip_modules": ["gate", "lm_head"]}, **k)
     c.add("bnb_nf4", four(), plain_linear(q.bnb4), scheme="nf4-bf16", h=64, i=128, tp=(2,), shared=128)
     c.add("bnb_nf4_nested", four(bnb_4bit_use_double_quant=True), plain_linear(q.bnb4, nested=True), scheme="nf4-bf16", h=64, i=128, tp=(2,))
+    c.add("bnb_nf4_nested_below", four(bnb_4bit_use_double_quant=True), plain_linear(q.bnb4, nested=True, below=True), scheme="nf4-bf16", tp=())
     c.add("bnb_fp4", four(bnb_4bit_quant_type="fp4"), plain_linear(q.bnb4, table="fp4"), scheme="nf4-bf16", tp=())
     c.add("bnb_nf4_blocks_of_128", four(), plain_linear(q.bnb4, block=128), scheme="nf4-bf16", h=128, i=128, tp=())
     c.add("bnb_int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, plain_linear(q.bnb8), scheme="int8-bf16", tp=(2, 4))

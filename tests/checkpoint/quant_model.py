@@ -275,7 +275,8 @@ def packed(rng, n, k, bits=4, group=32, zeros=False, index=None, dtype="BF16", s
     return files, [[(c - z[r][at[j]]) * s[r][at[j]] for j, c in enumerate(row)] for r, row in enumerate(codes)]
 
 
-def bnb4(rng, n, k, table="nf4", nested=False, block=64):
+def bnb4(rng, n, k, table="nf4", nested=False, block=64, below=False):
+    """below: the first block's scale, nearly 0, comes out of the second level as a negative number."""
     codes = nibbles(rng, n, k)
     values = [f32(x) for x in (NF4 if table == "nf4" else FP4)]
     flat = [c for row in codes for c in row]
@@ -289,6 +290,8 @@ def bnb4(rng, n, k, table="nf4", nested=False, block=64):
         table8 = [(j - 128) / 128 for j in range(256)]
         codes8, absmax8 = [rng.randrange(64, 192) for _ in range(blocks)], [size / 4 * 2.0**rng.randrange(2) for _ in range(outer)]
         offset = size
+        if below:
+            codes8[0], absmax8 = 60, [2 * size] * outer
         absmax = [f32(f32(table8[c] * absmax8[j // 256]) + offset) for j, c in enumerate(codes8)]
         files[".weight.absmax"] = Tensor("U8", [blocks], bytes(codes8))
         files[".weight.nested_absmax"] = floats("F32", [outer], absmax8)

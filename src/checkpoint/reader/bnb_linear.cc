@@ -10,6 +10,7 @@
 #include "checkpoint/config/config_fields.h"
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 #include "quant/bnb.h"
 
 namespace moesaic::checkpoint {
@@ -38,11 +39,13 @@ class BnbReader {
     } else {
       MOESAIC_RETURN_IF_ERROR(expand(stored, &absmax));
     }
+    // Quantised themselves, those of nearly empty blocks may come out below 0, and are computed with.
+    const bool any_sign = format_.nested && !MOESAIC_FAULT(checkpoint_nested_absmax_is_positive);
     for (std::size_t i = 0; i < absmax.size(); ++i) {
-      if (absmax[i] >= 0 && std::isfinite(absmax[i])) continue;
-      return corrupt(
-          TensorKind::kScale,
-          fmt::format("got absmax {} at block {}, need a finite number >= 0", absmax[i], i));
+      if ((absmax[i] >= 0 || any_sign) && std::isfinite(absmax[i])) continue;
+      return corrupt(TensorKind::kScale,
+                     fmt::format("got absmax {} at block {}, need a finite number{}", absmax[i], i,
+                                 any_sign ? "" : " >= 0"));
     }
     return absmax;
   }
