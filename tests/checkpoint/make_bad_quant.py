@@ -157,6 +157,8 @@ def descriptions(c):
     bad("ct_target_regex", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized", "targets": ["re:["]}}), UNSUPPORTED, ["targets"])
     # fp8
     bad("fp8_scheme", dict(FP8, activation_scheme="sometimes"), ARGUMENT, ["activation_scheme", "sometimes"])
+    bad("fp8_other_experts", {"quant_method": "fp8", "weight_block_size": [128, 128], "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16},
+        UNSUPPORTED, ["moe_quant_algo", "NVFP4"])
     for method in ("quark", "hqq", "aqlm", "eetq", "marlin", "GPTQ"):
         bad("method_" + method, {"quant_method": method}, UNSUPPORTED, ["quant_method", '"%s"' % method])
 

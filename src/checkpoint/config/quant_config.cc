@@ -12,6 +12,7 @@
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "quant/block_scales.h"
 
@@ -44,8 +45,17 @@ Result<QuantConfig> parse_mxfp4(const ConfigFields& fields) {
   return quant;
 }
 
+// Experts in a format of their own beside linears of this one: NVFP4 of DeepSeek-V4 and MiniMax-M3.1.
+Status refuse_other_experts(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto algorithm, fields.string("moe_quant_algo"));
+  if (!algorithm || MOESAIC_FAULT(checkpoint_moe_quant_algo_is_ignored)) return {};
+  return fields.unsupported(
+      fmt::format("moe_quant_algo {} is not supported, need no field", quote_name(*algorithm)));
+}
+
 Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   QuantConfig quant;
+  MOESAIC_RETURN_IF_ERROR(refuse_other_experts(fields));
   MOESAIC_ASSIGN_OR_RETURN(const auto element, fields.string("fmt"));
   // Spellings of one type in published files: MiniMax-M2 writes torch's name of it.
   constexpr auto kE4m3Names =
