@@ -159,6 +159,13 @@ def descriptions(c):
     bad("fp8_scheme", dict(FP8, activation_scheme="sometimes"), ARGUMENT, ["activation_scheme", "sometimes"])
     bad("fp8_other_experts", {"quant_method": "fp8", "weight_block_size": [128, 128], "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16},
         UNSUPPORTED, ["moe_quant_algo", "NVFP4"])
+    mx = {"quant_method": "mxfp8"}
+    bad("mxfp8_alone", mx, "ok", [])
+    bad("mxfp8_blocks", dict(mx, weight_block_size=[128, 128]), ARGUMENT, ["weight_block_size", "[128, 128]", "[1, 32]"])
+    bad("mxfp8_static", dict(mx, activation_scheme="static"), UNSUPPORTED, ["activation_scheme", "static", "dynamic"])
+    bad("mxfp8_float_scales", dict(mx, scale_fmt="float"), UNSUPPORTED, ["scale_fmt", "float", "ue8m0"])
+    bad("mxfp8_other_experts", dict(mx, moe_quant_algo="NVFP4"), UNSUPPORTED, ["moe_quant_algo", "NVFP4"])
+    bad("mxfp8_e5m2", dict(mx, fmt="e5m2"), UNSUPPORTED, ["fmt", "e5m2"])
     for method in ("quark", "hqq", "aqlm", "eetq", "marlin", "GPTQ"):
         bad("method_" + method, {"quant_method": method}, UNSUPPORTED, ["quant_method", '"%s"' % method])
 

@@ -262,6 +262,11 @@ def fp8(c):
           scheme="fp8-bf16")
     c.add("ct_mxfp8", compressed("mxfp8-quantized", float8("group", group_size=32), float8("group", group_size=32, dynamic=True)),
           plain_linear(q.mxfp8), scheme="mxfp8")
+    # As MiniMax-M3 is published, and as transformers holds its experts.
+    mxfp8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [1, 32],
+             "ignored_layers": ["lm_head", "model.layers.0.mlp.gate"]}
+    c.add("mxfp8", mxfp8, plain_linear(q.inverse_names(q.mxfp8)), scheme="mxfp8", shared=64)
+    c.add_stacked("mxfp8_stacked", mxfp8, plain_linear(q.mxfp8), scheme="mxfp8", ends=HF_FP8)
     opt = lambda algo, **k: dict({"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head", "*.mlp.gate", "model.layers.*.self_attn*"]}, **k)
     c.add("modelopt_fp8", opt("FP8"), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor")
     c.add("modelopt_channel", opt("FP8_PER_CHANNEL_PER_TOKEN"), plain_linear(q.fp8_channel, column=False), scheme="fp8-channel")

@@ -11,8 +11,11 @@ struct Suffixes {
   std::string_view scale, global_scale, input_scale;
 };
 Suffixes suffixes(const LinearFormat& format, std::string_view weight_suffix) {
-  if (!weight_suffix.empty()) return {".weight_scale", ".weight_scale_2", ".input_scale"};
-  if (format.names == NameStyle::kFp8) return {"_scale_inv", "", "_activation_scale"};
+  const bool inverse = format.names == NameStyle::kFp8Inverse;
+  if (!weight_suffix.empty()) {
+    return {inverse ? ".weight_scale_inv" : ".weight_scale", ".weight_scale_2", ".input_scale"};
+  }
+  if (inverse || format.names == NameStyle::kFp8) return {"_scale_inv", "", "_activation_scale"};
   return {"_weight_scale", "_weight_scale_2", "_input_scale"};
 }
 

@@ -38,8 +38,8 @@ std::string_view stored_format_name(StoredFormat format);
 inline constexpr std::size_t kNumStoredFormats = 15;
 
 // Whose names the tensors have, where that is not settled by the format.
-// kFp8: one scale per tensor is "weight_scale" and "input_scale"; kFp8Inverse: the same numbers as
-// transformers calls them, "weight_scale_inv" and "activation_scale".
+// kFp8: one scale per tensor is "weight_scale" and "input_scale"; kFp8Inverse: the same numbers, and
+// those of MXFP8, as transformers calls them, "weight_scale_inv" and "activation_scale".
 enum class NameStyle : std::uint8_t { kFp8, kFp8Inverse, kCompressed, kModelOpt };
 enum class ActivationQuant : std::uint8_t {
   kNone,     // weight-only

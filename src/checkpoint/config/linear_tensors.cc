@@ -5,6 +5,7 @@
 
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
+#include "core/fault.h"
 #include "quant/int_packing.h"
 #include "quant/mx.h"
 #include "quant/nvfp4.h"
@@ -53,8 +54,13 @@ std::vector<LinearTensor> fp8_channel_tensors(const LinearFormat& f, std::int64_
 }
 
 std::vector<LinearTensor> mxfp8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  return fp8_with({K::kScale, ".weight_scale", {{n, k / quant::kMxGroupSize}}, kExponents}, f, n,
-                  k);
+  const bool inverse =
+      f.names == NameStyle::kFp8Inverse && !MOESAIC_FAULT(checkpoint_mxfp8_one_name);
+  return fp8_with({K::kScale,
+                   inverse ? ".weight_scale_inv" : ".weight_scale",
+                   {{n, k / quant::kMxGroupSize}},
+                   kExponents},
+                  f, n, k);
 }
 
 std::vector<LinearTensor> int8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {

@@ -15,6 +15,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "quant/block_scales.h"
+#include "quant/mx.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -45,17 +46,8 @@ Result<QuantConfig> parse_mxfp4(const ConfigFields& fields) {
   return quant;
 }
 
-// Experts in a format of their own beside linears of this one: NVFP4 of DeepSeek-V4 and MiniMax-M3.1.
-Status refuse_other_experts(const ConfigFields& fields) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto algorithm, fields.string("moe_quant_algo"));
-  if (!algorithm || MOESAIC_FAULT(checkpoint_moe_quant_algo_is_ignored)) return {};
-  return fields.unsupported(
-      fmt::format("moe_quant_algo {} is not supported, need no field", quote_name(*algorithm)));
-}
-
-Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
-  QuantConfig quant;
-  MOESAIC_RETURN_IF_ERROR(refuse_other_experts(fields));
+// The codes' type, where it is stated.
+Status check_element(const ConfigFields& fields) {
   MOESAIC_ASSIGN_OR_RETURN(const auto element, fields.string("fmt"));
   // Spellings of one type in published files: MiniMax-M2 writes torch's name of it.
   constexpr auto kE4m3Names =
@@ -64,6 +56,45 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
     return unsupported(fmt::format("{}: fmt: got {}, need \"e4m3\" or \"float8_e4m3fn\"",
                                    fields.where(), quote_name(*element)));
   }
+  return {};
+}
+
+// Experts in a format of their own beside linears of this one: NVFP4 of DeepSeek-V4 and MiniMax-M3.1.
+Status refuse_other_experts(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto algorithm, fields.string("moe_quant_algo"));
+  if (!algorithm || MOESAIC_FAULT(checkpoint_moe_quant_algo_is_ignored)) return {};
+  return fields.unsupported(
+      fmt::format("moe_quant_algo {} is not supported, need no field", quote_name(*algorithm)));
+}
+
+// MXFP8 under the names of FP8 blocks, as MiniMax-M3 is published: a block is a scale's group.
+Result<QuantConfig> parse_mxfp8(const ConfigFields& fields) {
+  QuantConfig quant;
+  quant.linear.stored = StoredFormat::kMxfp8;
+  quant.linear.names = NameStyle::kFp8Inverse;
+  quant.linear.activation = ActivationQuant::kDynamic;
+  MOESAIC_RETURN_IF_ERROR(check_element(fields));
+  MOESAIC_RETURN_IF_ERROR(refuse_other_experts(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto block, read_block_size(fields));
+  if (block && !(block->n == 1 && block->k == quant::kMxGroupSize)) {
+    return fields.bad_value("weight_block_size", fmt::format("[{}, {}]", block->n, block->k),
+                            fmt::format("[1, {}] with mxfp8", quant::kMxGroupSize));
+  }
+  for (const auto& [field, need] :
+       {std::pair{"activation_scheme", "dynamic"}, std::pair{"scale_fmt", "ue8m0"}}) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto word, fields.string(field));
+    if (!word || *word == need) continue;
+    return fields.unsupported(
+        fmt::format("{}: got {}, need \"{}\" with mxfp8", field, quote_name(*word), need));
+  }
+  MOESAIC_RETURN_IF_ERROR(read_skips(fields, &quant));
+  return quant;
+}
+
+Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
+  QuantConfig quant;
+  MOESAIC_RETURN_IF_ERROR(check_element(fields));
+  MOESAIC_RETURN_IF_ERROR(refuse_other_experts(fields));
   // Transformers' word for experts in MXFP4 under the names of FP8.
   MOESAIC_ASSIGN_OR_RETURN(const auto expert_dtype, fields.string("expert_dtype"));
   if (expert_dtype && *expert_dtype != "fp8") {
@@ -97,14 +128,15 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
 Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& method) {
   if (method == "fp8") return parse_fp8(fields);
   if (method == "mxfp4") return parse_mxfp4(fields);
+  if (method == "mxfp8") return parse_mxfp8(fields);
   if (method == "compressed-tensors") return parse_compressed_tensors(fields);
   if (method == "gptq") return parse_gptq(fields);
   if (method == "awq") return parse_awq(fields);
   if (method == "bitsandbytes") return parse_bitsandbytes(fields);
   if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);
   return unsupported(fmt::format(
-      "{}: quant_method {} is not supported, need fp8, mxfp4, compressed-tensors, gptq, awq, "
-      "modelopt, bitsandbytes, or no quantization_config",
+      "{}: quant_method {} is not supported, need fp8, mxfp8, mxfp4, compressed-tensors, gptq, "
+      "awq, modelopt, bitsandbytes, or no quantization_config",
       fields.where(), quote_name(method)));
 }
 
