@@ -51,6 +51,23 @@ def descriptions(c):
     bad("awq_backend", dict(AWQ, backend="llm-awq"), UNSUPPORTED, ["backend", "llm-awq"])
     bad("awq_backend_usual", dict(AWQ, backend="autoawq"), "ok", [])
     bad("awq_aliases_differ", dict(AWQ, w_bit=8), AMBIGUOUS, ["bits", "w_bit"])
+    # AutoRound
+    ar = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    bad("auto_alone", without(ar, "packing_format"), "ok", [])
+    bad("auto_early", dict(without(ar, "packing_format"), quant_method="intel/auto-round", backend="auto_round:gptq:exllamav2"), "ok", [])
+    bad("auto_early_own", dict(without(ar, "packing_format"), backend="auto_round:exllamav2"), UNSUPPORTED, ["backend", "auto_round:exllamav2"])
+    for packing in ("auto_round", "auto_round:gptqmodel", "auto_round:llm_compressor", "auto_gptq"):
+        bad("auto_packing_" + packing.replace(":", "_"), dict(ar, packing_format=packing), UNSUPPORTED, ["packing_format", '"%s"' % packing, "auto_awq"])
+    bad("auto_mx", dict(ar, data_type="mx_fp"), UNSUPPORTED, ["data_type", "mx_fp", "int"])
+    bad("auto_inputs", dict(ar, act_bits=8), UNSUPPORTED, ["act_bits", "got 8"])
+    bad("auto_inputs_plain", dict(ar, act_bits=16), "ok", [])
+    bad("auto_rotation", dict(ar, transform_config={"kind": "hadamard"}), UNSUPPORTED, ["transform_config"])
+    bad("auto_gptq_zeros", dict(ar, sym=False), UNSUPPORTED, ["sym", "AWQ", "one less"])
+    bad("auto_bits_3", dict(ar, bits=3), UNSUPPORTED, ["bits", "got 3"])
+    bad("auto_extra_list", dict(ar, extra_config=["x"]), CORRUPT, ["extra_config", "an object"])
+    bad("auto_extra_number", dict(ar, extra_config={"x": 16}), CORRUPT, ["extra_config", "x: got 16", "an object"])
+    bad("auto_extra_regex", dict(ar, extra_config={"x(": {"bits": 16}}), UNSUPPORTED, ["regular expression", "malformed"])
+    bad("auto_extra_and_list", dict(ar, extra_config={"x": {"bits": 16}}, modules_to_not_convert=["y"]), UNSUPPORTED, ["extra_config", "modules_to_not_convert"])
     # bitsandbytes
     bad("bnb_neither", {"quant_method": "bitsandbytes"}, AMBIGUOUS, ["load_in_4bit", "load_in_8bit"])
     bad("bnb_both", dict(BNB, load_in_8bit=True), AMBIGUOUS, ["load_in_4bit", "load_in_8bit"])
@@ -212,6 +229,13 @@ def layers(c):
     dyn("kept_and_left_out", {"+:.*mlp.*": {}, "-:.*mlp.*": {}}, AMBIGUOUS, ['"+:.*mlp.*"', first, "leaves it out"])
     dyn("elsewhere", {"lm_head": {}, "+:.*lm_head$": {"bits": 8}, ".*attn.*": {"bits": 8}, "experts": {"bits": 8}, "-:.*attn.*": {}}, "ok", [])
     dyn("as_the_rest", {"+:.*experts.*": {"bits": 4, "group_size": 32}, "+:.*up_proj": {}, "+:.*down_proj": None}, "ok", [])
+    auto = lambda name, extra, code, keys: layer("auto_extra_" + name, dict(quant_method="auto-round", bits=4, group_size=32, sym=True, extra_config=extra),
+                                                 lambda rng, n, m: q.gptq(rng, n, m), lambda t: None, code, keys)
+    auto("bits", {UP: {"bits": 8}}, UNSUPPORTED, ["extra_config", UP, '"bits": got 8, need 4'])
+    auto("search", {"experts\\.[01]\\.up": {"group_size": 64}}, UNSUPPORTED, ["extra_config", first + "up_proj", '"group_size": got 64, need 32'])
+    auto("one_plain", {UP: {"bits": 16}}, UNSUPPORTED, ["left out", UP, "all or none"])
+    auto("elsewhere", {"lm_head": {"bits": 8}, "attn": {"bits": 16}, ".*attn.*": {"bits": 8}, UP[:-1]: {"bits": 8}, P + "gate": {"bits": 16, "data_type": "fp"},
+                       UP: {"bits": 4, "data_type": "int", "sym": True}}, "ok", [])
     # compressed-tensors of other things than these linears: of the cache, of attention, of nothing at all
     plain = lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},)
     cache, token = floats8("tensor"), floats8("token", dynamic=True)

@@ -29,8 +29,9 @@ def with_attention(quant):
     for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
         if quant and key in quant:
             quant[key] = [entry for entry in quant[key] if "self_attn" not in entry]
-    if quant and "dynamic" in quant:
-        quant["dynamic"] = {key: value for key, value in quant["dynamic"].items() if "attn" not in key}
+    for key in ("dynamic", "extra_config"):
+        if quant and key in quant:
+            quant[key] = {name: value for name, value in quant[key].items() if "attn" not in name}
     return quant
 
 

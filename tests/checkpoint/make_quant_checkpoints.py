@@ -360,6 +360,10 @@ def integers(c):
     awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
     c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
     c.add("awq_signed", awq(), plain_linear(q.awq, signed=True), scheme="int4-g128", tp=(2,))
+    rounded = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32, "data_type": "int", "sym": True,
+               "block_name_to_quantize": "model.layers", "autoround_version": "0.9",
+               "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}, "model.layers.0.mlp.gate": {"bits": 16}, ".*self_attn.*": {"bits": 8}}}
+    c.add("auto_round", rounded, plain_linear(q.gptq, signed=True), scheme="int4-g128", shared=64)
     # As AutoRound and GPTQModel write them: zero points that say nothing.
     c.add("awq_symmetric", awq(zero_point=False), plain_linear(q.awq, zeros=False), scheme="int4-g128", tp=(2,))
     c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),

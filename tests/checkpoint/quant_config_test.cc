@@ -251,6 +251,38 @@ TEST(QuantConfigFormats, ModelOptHasItsFileInside) {
                      {"quantization_config: quantization: quant_algo", "\"x\""}),
             "");
 }
+
+// AutoRound packs as one of the two does; modules of 16 bits are left out, by name or expression.
+TEST(QuantConfigFormats, AutoRoundHasAPacking) {
+  const auto rounded = [](const Json& more) {
+    Json quant = {{"quant_method", "auto-round"}, {"bits", 4}, {"group_size", 32}, {"sym", false}};
+    quant.update(more);
+    return parse_quant(quant);
+  };
+  const Json awq = {{"packing_format", "auto_round:auto_awq"}};
+  EXPECT_EQ(rounded(awq)->linear.stored, checkpoint::StoredFormat::kAwq);
+  EXPECT_TRUE(rounded(awq)->linear.zero_points);
+  Json symmetric = awq;
+  symmetric["sym"] = true;
+  EXPECT_FALSE(rounded(symmetric)->linear.zero_points);
+  symmetric.erase("packing_format");
+  EXPECT_EQ(rounded(symmetric)->linear.stored, checkpoint::StoredFormat::kGptq);
+  Json extra = awq;
+  extra["extra_config"] = {{"shared_expert\\.", {{"bits", 16}}},
+                           {"model.layers.0.mlp.gate", {{"bits", 32}}},
+                           {"model.layers.1.mlp.up_proj", {{"bits", 8}}}};
+  const auto quant = rounded(extra);
+  EXPECT_TRUE(checkpoint::skips_module(*quant, "model.layers.3.mlp.shared_expert.up_proj"));
+  EXPECT_TRUE(checkpoint::skips_module(*quant, "model.layers.0.mlp.gate"));
+  for (const char* kept : {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.shared_experts"})
+    EXPECT_FALSE(checkpoint::skips_module(*quant, kept)) << kept;
+  EXPECT_TRUE(checkpoint::check_overrides(*quant, "model.layers.11.mlp.up_proj").ok());
+  EXPECT_TRUE(checkpoint::check_overrides(*quant, "model.layers.1.mlp.up_proj_x").ok());
+  EXPECT_EQ(mismatch(checkpoint::check_overrides(*quant, "model.layers.1.mlp.up_proj"),
+                     StatusCode::kUnsupported, {"extra_config", "got 8, need 4"}),
+            "");
+}
+
 // AWQ files of GPTQModel have the rules of its GPTQ files.
 TEST(QuantConfigFormats, AwqHasDynamicRulesToo) {
   const auto awq = [](const Json& more) {
@@ -269,6 +301,7 @@ TEST(QuantConfigFormats, AwqHasDynamicRulesToo) {
                      {"rotation \"hadamard\""}),
             "");
 }
+
 // ModelOpt lists every module that is quantised, or the module of all experts, with its algorithm.
 TEST(QuantConfigFormats, MixedPrecisionIsPerModule) {
   const std::string layers = "model.layers.";

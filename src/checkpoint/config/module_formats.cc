@@ -155,7 +155,7 @@ Status check_override(const QuantConfig& quant, const QuantOverride& entry,
                       std::string_view module) {
   if (!regex_hits(entry.pattern, module)) return {};
   const auto refuse = [&](StatusCode code, std::string_view why) {
-    return Status(code, fmt::format("quantization_config: dynamic: {} matches {}{}",
+    return Status(code, fmt::format("quantization_config: {}: {} matches {}{}", entry.list,
                                     quote_name(entry.key), module, why));
   };
   if (skips_module(quant, module)) {

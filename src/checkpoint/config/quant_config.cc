@@ -132,11 +132,12 @@ Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& 
   if (method == "compressed-tensors") return parse_compressed_tensors(fields);
   if (method == "gptq") return parse_gptq(fields);
   if (method == "awq") return parse_awq(fields);
+  if (method == "auto-round" || method == "intel/auto-round") return parse_auto_round(fields);
   if (method == "bitsandbytes") return parse_bitsandbytes(fields);
   if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);
   return unsupported(fmt::format(
       "{}: quant_method {} is not supported, need fp8, mxfp8, mxfp4, compressed-tensors, gptq, "
-      "awq, modelopt, bitsandbytes, or no quantization_config",
+      "awq, auto-round, modelopt, bitsandbytes, or no quantization_config",
       fields.where(), quote_name(method)));
 }
 
@@ -196,7 +197,7 @@ Status check_patterns(const std::string& where, const QuantConfig& quant) {
   }
   for (const QuantOverride& entry : quant.overrides) {
     MOESAIC_RETURN_IF_ERROR(
-        regex_matches(fmt::format("{}: dynamic", where), entry.pattern, "x").status());
+        regex_matches(fmt::format("{}: {}", where, entry.list), entry.pattern, "x").status());
   }
   for (const QuantPart& part : quant.parts) {
     MOESAIC_RETURN_IF_ERROR(check_patterns(where, part.quant));

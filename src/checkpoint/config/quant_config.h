@@ -41,11 +41,13 @@ struct QuantGroup {
   bool operator==(const QuantGroup&) const = default;
 };
 
-// An entry of GPTQ's "dynamic" that gives modules a description of their own.
+// An entry of GPTQ's "dynamic", or AutoRound's "extra_config", that gives modules a description of
+// their own.
 struct QuantOverride {
   std::string key;         // as the file has it
   std::string pattern;     // its regular expression
   std::string difference;  // from the rest of the description; empty: none
+  std::string_view list = "dynamic";
   bool operator==(const QuantOverride&) const = default;
 };
 

@@ -17,6 +17,7 @@ inline constexpr std::size_t kMaxSkipEntries = 1 << 18;
 Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields);  // quant_compressed.cc
 Result<QuantConfig> parse_gptq(const ConfigFields& fields);
 Result<QuantConfig> parse_awq(const ConfigFields& fields);
+Result<QuantConfig> parse_auto_round(const ConfigFields& fields);  // quant_auto_round.cc
 Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields);
 Result<QuantConfig> parse_modelopt(const ConfigFields& fields);  // quant_modelopt.cc
 

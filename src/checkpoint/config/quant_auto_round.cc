@@ -1,0 +1,128 @@
+// quantization_config of AutoRound's own format, whose linears lie as GPTQ or AWQ packs them.
+// Source: AutoRound's exporter, and what vLLM reads of it.
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "checkpoint/config/quant_methods.h"
+#include "checkpoint/container/names.h"
+#include "core/fault.h"
+
+namespace moesaic::checkpoint {
+namespace {
+
+constexpr std::string_view kGptq = "gptq", kAwq = "awq", kIntegers = "int";
+constexpr std::int64_t kPlainBits = 16;  // and more: not quantised
+
+// kGptq or kAwq. Early files have the packing in front of a kernel's name, as "backend".
+Result<std::string_view> read_packing(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto backend, fields.string("backend"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.string("packing_format"));
+  std::string packing = lower_case(stated.value_or("auto_round:auto_gptq"));
+  const std::string engine = lower_case(backend.value_or(""));
+  const bool early = !stated && engine.starts_with("auto_round");
+  if (early) packing = engine;
+  for (const std::string_view kind : {kGptq, kAwq}) {
+    const std::string own = fmt::format("auto_round:{}", kind);
+    if (packing == own || packing == fmt::format("auto_round:auto_{}", kind)) return kind;
+    if (early && packing.starts_with(own + ":")) return kind;
+  }
+  return fields.unsupported(
+      fmt::format("{}: got {}, need auto_round:auto_gptq or auto_round:auto_awq",
+                  early ? "backend" : "packing_format", quote_name(packing)));
+}
+
+// What is done beside packing weights, which reading these alone would leave out.
+Status refuse_other_steps(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto act_bits, fields.integer("act_bits", {1, 64}));
+  if (act_bits && *act_bits < kPlainBits) {
+    return fields.unsupported(
+        fmt::format("act_bits: got {}, need {} or no field", *act_bits, kPlainBits));
+  }
+  for (const std::string_view field : {"transform_config", "rotation_config"}) {
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object(field));
+    if (object == nullptr || object->empty()) continue;
+    return fields.unsupported(fmt::format("{} is not supported, need none", field));
+  }
+  return {};
+}
+
+// Whether a key of extra_config is searched for as a regular expression; others are names.
+bool is_expression(std::string_view key) {
+  return key.find_first_of("*+?^$()[]{}|\\") != std::string_view::npos;
+}
+
+// As an expression that matches from a name's start.
+std::string pattern_of(std::string_view key) {
+  if (is_expression(key)) return fmt::format(".*(?:{})", key);
+  std::string name;
+  for (const char c : key) name += c == '.' ? std::string("\\.") : std::string(1, c);
+  return name + "$";
+}
+
+// Modules that are described otherwise than the rest: left out, with 16 bits, or not supported
+// where they are experts.
+Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
+  constexpr std::string_view kField = "extra_config";
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* extra, fields.object(kField));
+  if (extra == nullptr || extra->empty() || MOESAIC_FAULT(checkpoint_extra_config_is_ignored)) {
+    return {};
+  }
+  if (extra->size() > kMaxSkipEntries) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("{}: {}: got {} modules, need at most {}", fields.where(), kField,
+                        extra->size(), kMaxSkipEntries)};
+  }
+  if (!quant->skips.empty() || !quant->overrides.empty()) {
+    return fields.unsupported(
+        fmt::format("{} beside modules_to_not_convert or dynamic, need one of them", kField));
+  }
+  quant->rule = NameRule::kExactOrRegex;
+  const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kField));
+  for (const auto& [key, value] : extra->items()) {
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
+    if (values == nullptr) continue;
+    const ConfigFields module(*values, fmt::format("{}: {}", entries.where(), quote_name(key)));
+    MOESAIC_ASSIGN_OR_RETURN(const auto bits, module.integer("bits", {1, 64}));
+    if (bits && *bits >= kPlainBits) {
+      quant->skips.push_back(is_expression(key) ? "re:" + pattern_of(key) : key);
+      continue;
+    }
+    nlohmann::json rest = *values;
+    const auto type = rest.find("data_type");
+    if (type != rest.end() && *type == std::string(kIntegers)) rest.erase(type);
+    quant->overrides.push_back({key, pattern_of(key), fields.difference_of(rest), kField});
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<QuantConfig> parse_auto_round(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::string_view packing, read_packing(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("data_type"));
+  if (type && *type != kIntegers) {
+    return fields.unsupported(
+        fmt::format("data_type: got {}, need \"{}\"", quote_name(*type), kIntegers));
+  }
+  MOESAIC_RETURN_IF_ERROR(refuse_other_steps(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("sym"));
+  QuantConfig quant;
+  if (packing == kGptq) {
+    MOESAIC_ASSIGN_OR_RETURN(quant, parse_gptq(fields));
+    if (quant.linear.zero_points) {
+      return fields.unsupported(
+          "sym: got false in the packing of GPTQ, need true or the packing of AWQ: writers differ "
+          "in whether a stored zero point is one less");
+    }
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(quant, parse_awq(fields));
+    quant.linear.zero_points = !symmetric.value_or(true);
+  }
+  MOESAIC_RETURN_IF_ERROR(read_extra(fields, &quant));
+  return quant;
+}
+
+}  // namespace moesaic::checkpoint
