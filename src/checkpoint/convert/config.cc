@@ -22,7 +22,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxSideFileBytes = 8'000'000;
+constexpr std::size_t kMaxSideFileBytes = 16'000'000;
 constexpr const char* kModelOpt = "modelopt";
 constexpr std::array<const char*, 2> kDescriptions = {"quantization_config", "compression_config"};
 

@@ -35,7 +35,7 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxConfigText = 8'000'000;
+constexpr std::size_t kMaxConfigText = 16'000'000;
 constexpr std::size_t kCopyBytes = 4U << 20;
 
 Status io_error(const std::string& path, std::string_view what, const std::error_code& error) {
