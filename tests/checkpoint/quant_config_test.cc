@@ -302,6 +302,19 @@ TEST(QuantConfigFormats, AwqHasDynamicRulesToo) {
             "");
 }
 
+// Every entry is an expression to compile.
+TEST(QuantConfigFormats, RulesAreCounted) {
+  Json dynamic = Json::object();
+  for (int i = 0; i <= 1 << 18; ++i) dynamic["+:m" + std::to_string(i)] = Json::object();
+  EXPECT_EQ(mismatch(parse_quant({{"quant_method", "gptq"},
+                                  {"bits", 4},
+                                  {"group_size", 32},
+                                  {"dynamic", std::move(dynamic)}})
+                         .status(),
+                     StatusCode::kLimitExceeded, {"dynamic", "262145", "262144"}),
+            "");
+}
+
 // ModelOpt lists every module that is quantised, or the module of all experts, with its algorithm.
 TEST(QuantConfigFormats, MixedPrecisionIsPerModule) {
   const std::string layers = "model.layers.";

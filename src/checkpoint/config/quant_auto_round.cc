@@ -70,11 +70,7 @@ Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
   if (extra == nullptr || extra->empty() || MOESAIC_FAULT(checkpoint_extra_config_is_ignored)) {
     return {};
   }
-  if (extra->size() > kMaxSkipEntries) {
-    return {StatusCode::kLimitExceeded,
-            fmt::format("{}: {}: got {} modules, need at most {}", fields.where(), kField,
-                        extra->size(), kMaxSkipEntries)};
-  }
+  MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, kField, extra->size()));
   if (!quant->skips.empty() || !quant->overrides.empty()) {
     return fields.unsupported(
         fmt::format("{} beside modules_to_not_convert or dynamic, need one of them", kField));

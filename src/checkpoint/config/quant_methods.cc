@@ -38,6 +38,7 @@ Result<std::int64_t> required_group(const ConfigFields& fields, ConfigFields::Na
 Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* dynamic, fields.object("dynamic"));
   if (dynamic == nullptr) return {};
+  MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, "dynamic", dynamic->size()));
   const ConfigFields entries(*dynamic, fields.where() + ": dynamic");
   for (const auto& [key, value] : dynamic->items()) {
     if (key.starts_with("-:")) {
@@ -114,6 +115,13 @@ std::string lower_case(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   return text;
+}
+
+Status check_entry_count(const ConfigFields& fields, std::string_view object, std::size_t entries) {
+  if (entries <= kMaxSkipEntries) return {};
+  return {StatusCode::kLimitExceeded,
+          fmt::format("{}: {}: got {} entries, need at most {}", fields.where(), object, entries,
+                      kMaxSkipEntries)};
 }
 
 Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,

@@ -24,6 +24,9 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields);  // quant_modelo
 // With the letters of ASCII in lower case.
 std::string lower_case(std::string text);
 
+// kLimitExceeded for an object with more than kMaxSkipEntries members.
+Status check_entry_count(const ConfigFields& fields, std::string_view object, std::size_t entries);
+
 // Appends a list of names; kInvalidArgument for an empty one, kUnsupported for "re:..." unless
 // allowed.
 Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,

@@ -91,11 +91,7 @@ Status read_layers(const ConfigFields& fields, QuantConfig* quant) {
             fmt::format("{}: {}: missing, need the algorithms of modules with MIXED_PRECISION",
                         fields.where(), kField)};
   }
-  if (layers->size() > kMaxSkipEntries) {
-    return {StatusCode::kLimitExceeded,
-            fmt::format("{}: {}: got {} modules, need at most {}", fields.where(), kField,
-                        layers->size(), kMaxSkipEntries)};
-  }
+  MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, kField, layers->size()));
   const ConfigFields entries(*layers, fmt::format("{}: {}", fields.where(), kField));
   for (const auto& [key, value] : layers->items()) {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* entry, entries.object(key));
