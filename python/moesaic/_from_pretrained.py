@@ -215,9 +215,18 @@ def _take_quantization(config: Any) -> dict[str, Any] | None:
     return found
 
 
+def _weight_files(folder: str) -> list[Path]:
+    """The safetensors of the model, as `moesaic.Checkpoint` finds them. Others may lie beside them (a golden file)."""
+    index = Path(folder, "model.safetensors.index.json")
+    if index.exists():
+        return [Path(folder, name) for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    named = re.compile(r"model(-[0-9]{5,9}-of-[0-9]{5,9})?\.safetensors")
+    return [path for path in sorted(Path(folder).iterdir()) if named.fullmatch(path.name)]
+
+
 def _tensors(folder: str) -> Iterator[tuple[str, str, list[int], int]]:
-    """Name, dtype, shape and bytes of every tensor of a folder's safetensors, from the headers."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    """Name, dtype, shape and bytes of every tensor of a folder's model, from the headers."""
+    for path in _weight_files(folder):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, path.stat().st_size)))

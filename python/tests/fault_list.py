@@ -288,6 +288,13 @@ FILES = {
         "activation_that_differs",
     ),
     "loaded_sizes_unchecked": (
+    "files_beside_the_model_are_weights": (
+        "_from_pretrained.py",
+        "in _weight_files(folder):",
+        'in sorted(Path(folder).glob("*.safetensors")):',
+        "test_from_pretrained.py",
+        "files_beside",
+    ),
         "_from_pretrained.py",
         "if wrong:",
         "if False:",

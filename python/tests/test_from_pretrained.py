@@ -186,6 +186,21 @@ def block_quantise(weight):
     return codes, scale
 
 
+def test_files_beside_the_model_are_no_part_of_it(tmp_path):
+    """The golden file, which convert copies, holds ids: no weights that would need a quantizer."""
+    folder = tmp_path / "model"
+    moesaic.convert(MODELS / "mini-gpt-oss", folder, quant="mxfp4")
+    index = folder / "model.safetensors.index.json"
+    for name in (index, tmp_path / "elsewhere"):
+        index.rename(name)
+        assert "model.layers.0.mlp.router.out2" not in {tensor for tensor, *_ in level3._tensors(str(folder))}
+        assert not level3._quantised_beside_experts(str(folder))
+    name.rename(index)
+    model = from_pretrained(folder, progress=False)
+    assert getattr(model, "hf_quantizer", None) is None
+    assert check_modules(model, "mini-gpt-oss", FORMATS["mxfp4"]) > 1e-3
+
+
 def test_attention_stays_with_the_checkpoints_quantizer(tmp_path, monkeypatch):
     """FP8 linears beside FP8 experts: transformers widens the former, never sees the latter."""
     # Where it sees a GPU it keeps them as they are, for kernels that a model on the CPU has not.
