@@ -127,6 +127,28 @@ bool lie_plain(const ModelConfig& config, const ShardSet& shards, const LayerSou
   return any;
 }
 
+// The experts, ascending, of which a tensor exists whose name begins as the module's: 0 alone for a
+// module of all experts. Layers without tensors cost nothing, whatever the configuration says.
+std::vector<std::int64_t> stored_experts(const ShardSet& shards, const MoeLayerSpec& spec,
+                                         std::string_view module) {
+  const std::size_t number = module.find("{e}");
+  if (number == module.npos) return {0};
+  const std::string fixed = fmt::format("{}.{}", spec.prefix, module.substr(0, number));
+  std::vector<std::int64_t> experts;
+  for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
+    std::string_view rest = tensor.info->name;
+    rest.remove_prefix(fixed.size());
+    std::int64_t e = 0;
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), e);
+    const bool plain = rest.substr(0, 1) != "0" || end == rest.data() + 1;
+    if (error != std::errc() || !plain || e < 0 || e >= spec.num_experts) continue;
+    if (experts.empty() || experts.back() != e) experts.push_back(e);
+  }
+  std::sort(experts.begin(), experts.end());
+  experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+  return experts;
+}
+
 // Reads the block type of every projection of a GGUF file.
 Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& names,
                    LinearFormat* format) {
@@ -171,14 +193,21 @@ void fill_blocks(LinearFormat* format) {
 }
 
 Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
+  const auto weight = [&](std::string_view module, std::int64_t expert) {
+    return fmt::format("{}.{}.weight", source->spec.prefix, expand_expert(module, expert));
+  };
   const auto names = [&](const ExpertLayout& layout, bool present) {
     std::array<std::string, 3> full;
     std::size_t p = 0;
     for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-      if (present && !module.empty()) {
-        full[p] = fmt::format("{}.{}.weight", source->spec.prefix, expand_expert(module, 0));
+      std::string& name = full[p++];
+      if (!present || module.empty()) continue;
+      name = weight(module, 0);
+      // The first that is there: a program that hands tensors over may leave out those of other ranks.
+      for (const std::int64_t e : stored_experts(shards, source->spec, module)) {
+        if (shards.find(name) || MOESAIC_FAULT(checkpoint_blocks_of_the_first_expert)) break;
+        name = weight(module, e);
       }
-      ++p;
     }
     return full;
   };
@@ -213,28 +242,6 @@ Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource&
     }
   }
   return first;
-}
-
-// The experts, ascending, of which a tensor exists whose name begins as the module's: 0 alone for a
-// module of all experts. Layers without tensors cost nothing, whatever the configuration says.
-std::vector<std::int64_t> stored_experts(const ShardSet& shards, const MoeLayerSpec& spec,
-                                         std::string_view module) {
-  const std::size_t number = module.find("{e}");
-  if (number == module.npos) return {0};
-  const std::string fixed = fmt::format("{}.{}", spec.prefix, module.substr(0, number));
-  std::vector<std::int64_t> experts;
-  for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
-    std::string_view rest = tensor.info->name;
-    rest.remove_prefix(fixed.size());
-    std::int64_t e = 0;
-    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), e);
-    const bool plain = rest.substr(0, 1) != "0" || end == rest.data() + 1;
-    if (error != std::errc() || !plain || e < 0 || e >= spec.num_experts) continue;
-    if (experts.empty() || experts.back() != e) experts.push_back(e);
-  }
-  std::sort(experts.begin(), experts.end());
-  experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-  return experts;
 }
 
 // One scale per tensor has two names, and files hold one of them.
