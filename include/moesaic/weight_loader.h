@@ -51,11 +51,11 @@ struct NameReplacement {
 // One layer's weights on their way. Not thread-safe: one call at a time. Memory: of every tensor
 // that was pushed its header, and the bytes that this rank's experts are made of, as stored; of
 // tensors of all experts the rank's share, of tensor-parallel slices the rows and columns that it
-// reads. Kept whole are words of integers (GPTQ, AWQ, pack-quantized) and absmax of local experts,
-// scales per row or block and biases of stacked tensors, the shared expert (also where it is cut),
-// tensors of the block that the layer turns out not to have, which finish refuses by name, and of every
-// expert's the numbers by which all ranks decide alike: static activation scales, FP8
-// scales per tensor, NVFP4 global scales, act-order's group indices.
+// reads. Kept whole are words of integers (GPTQ, AWQ, pack-quantized), GGUF blocks and absmax of
+// local experts, scales per row or block and biases of stacked tensors, the shared expert (also
+// where it is cut), tensors of the block that the layer turns out not to have, which finish refuses
+// by name, and of every expert's the numbers by which all ranks decide alike: static activation
+// scales, FP8 scales per tensor, NVFP4 global scales, act-order's group indices.
 class WeightLoader {
  public:
   struct Options {
@@ -100,8 +100,9 @@ class WeightLoader {
   // and kInvalidDType (tensor, found, needed), kInvalidLayout, kOutOfMemory. What only all tensors
   // together tell (missing ones, two spellings, a block size) is said by finish.
   Result<bool> load(std::string_view name, ConstTensorView tensor);
-  // The same of GGUF blocks: U8 [..., bytes of a row]. `ggml_type` is the number of the type in GGUF
-  // files; kUnsupported names those that are read.
+  // The same of a tensor of a GGUF file, whose type has this number there: blocks are U8 [..., bytes
+  // of a row], numbers (F32, F16, BF16 ...) what they are, or such bytes. kUnsupported names the types
+  // that are read.
   Result<bool> load(std::string_view name, ConstTensorView tensor, std::uint32_t ggml_type);
   // All of them in order; the names that were kept. Stops at the first error.
   Result<std::vector<std::string>> load_weights(std::span<const NamedTensor> tensors);

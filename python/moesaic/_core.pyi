@@ -407,7 +407,7 @@ class WeightLoader:
 
     def load(self, name: str, tensor: Any, *, ggml_type: int | None = None) -> bool:
         """
-        Takes one tensor, copying what is needed of it; whether it was kept, or is not this layer's. After an error nothing has changed. ggml_type: of the blocks of a GGUF file.
+        Takes one tensor, copying what is needed of it; whether it was kept, or is not this layer's. After an error nothing has changed. ggml_type: of a tensor of a GGUF file.
         """
 
     def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> list[str]:

@@ -263,7 +263,7 @@ void bind_weight_loader(nb::module_& m) {
         nb::sig("def load(self, name: str, tensor: typing.Any, *, ggml_type: int | None = None) "
                 "-> bool"),
         "Takes one tensor, copying what is needed of it; whether it was kept, or is not this "
-        "layer's. After an error nothing has changed. ggml_type: of the blocks of a GGUF file.");
+        "layer's. After an error nothing has changed. ggml_type: of a tensor of a GGUF file.");
   c.def("load_weights", &load_weights, nb::arg("pairs"),
         nb::sig("def load_weights(self, "
                 "pairs: collections.abc.Iterable[tuple[str, typing.Any]]) -> list[str]"),

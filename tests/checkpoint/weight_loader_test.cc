@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/container_support.h"
 #include "checkpoint/generated_files.h"
 #include "checkpoint/pushing.h"
 #include "checkpoint/tiny_support.h"
@@ -170,6 +171,38 @@ TEST_F(PushedFormats, ExpertsOfOtherRanksMayStayAway) {
     ++partial;
   }
   EXPECT_GE(partial, 45);
+}
+
+// As readers of GGUF files hand them over: the type with every tensor, BF16 as bytes.
+TEST_F(PushedFormats, NumbersOfGgufMayComeWithTheirType) {
+  const std::string path = folder_->path("gguf_q8_0.gguf");
+  const std::vector<StoredTensor> all = read_all_tensors(path);
+  const auto type_of = [](DType dtype) -> std::uint32_t {
+    return dtype == DType::kF32 ? 0 : dtype == DType::kF16 ? 1 : 30;
+  };
+  Result<MoeLayerWeights> want = Checkpoint::open(path).value().load_layer(0, {});
+  ASSERT_TRUE(want.ok());
+  for (const bool as_bytes : {false, true}) {
+    WeightLoader loader = loader_for(path, 0, {}).value();
+    for (const StoredTensor& t : all) {
+      ConstTensorView view = t.tensor.view();
+      if (as_bytes && !t.blocks) {
+        const std::int64_t row = view.dim(view.rank() - 1) * dtype_bits(view.dtype) / 8;
+        view = {view.data, DType::kU8, view.rank() == 1 ? Shape{row} : Shape{view.dim(0), row}};
+      }
+      const std::uint32_t type = t.blocks ? t.ggml_type : type_of(t.tensor.dtype());
+      const Result<bool> kept = loader.load(t.name, view, type);
+      EXPECT_TRUE(kept.ok()) << kept.status().to_string();
+    }
+    Result<MoeLayerWeights> got = loader.finish();
+    ASSERT_TRUE(got.ok()) << got.status().to_string();
+    EXPECT_EQ(weights_difference(*got, *want, want->spec.num_experts), "");
+  }
+  const Tensor codes = Tensor::zeros(DType::kI32, {2, 3}).value();
+  EXPECT_EQ(
+      mismatch(loader_for(path, 0, {})->load("blk.0.ffn_gate_inp.weight", codes.view(), 0).status(),
+               StatusCode::kInvalidDType, {"ffn_gate_inp", "I32 [2, 3]", "F32", "U8"}),
+      "");
 }
 
 // A slice of the shared expert for each rank with the same rows, plain and in FP8 blocks.

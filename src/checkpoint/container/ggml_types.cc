@@ -1,6 +1,7 @@
 #include "checkpoint/container/ggml_types.h"
 
 #include <array>
+#include <utility>
 
 namespace moesaic::checkpoint {
 namespace {
@@ -35,6 +36,23 @@ std::optional<GgmlTypeInfo> find_ggml_type(std::uint32_t id) {
   }
   for (const GgmlTypeInfo& type : kNotDecoded) {
     if (type.id == id) return type;
+  }
+  return std::nullopt;
+}
+
+std::optional<DType> plain_ggml_type(std::uint32_t id) {
+  constexpr auto kPlain = std::to_array<std::pair<std::uint32_t, DType>>({
+      {0, DType::kF32},
+      {1, DType::kF16},
+      {30, DType::kBF16},
+      {24, DType::kI8},
+      {25, DType::kI16},
+      {26, DType::kI32},
+      {27, DType::kI64},
+      {28, DType::kF64},
+  });
+  for (const auto& [known, dtype] : kPlain) {
+    if (known == id) return dtype;
   }
   return std::nullopt;
 }

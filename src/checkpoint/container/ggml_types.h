@@ -6,6 +6,7 @@
 #include <optional>
 #include <string_view>
 
+#include "moesaic/dtype.h"
 #include "quant/gguf_blocks.h"
 
 namespace moesaic::checkpoint {
@@ -22,6 +23,8 @@ bool has_code_grid(quant::GgufType type);
 
 // Nothing for a number that no known writer uses.
 std::optional<GgmlTypeInfo> find_ggml_type(std::uint32_t id);
+// Of the types without blocks.
+std::optional<DType> plain_ggml_type(std::uint32_t id);
 GgmlTypeInfo ggml_type_info(quant::GgufType type);  // of a known type; of others F32's
 
 }  // namespace moesaic::checkpoint

@@ -347,20 +347,8 @@ class GgufParser {
   // dtype, block_type and shape.
   Status describe(const GgmlTypeInfo& type, std::string_view what, std::span<std::int64_t> dims,
                   TensorInfo* info) const {
-    constexpr auto kPlain = std::to_array<std::pair<std::uint32_t, DType>>({
-        {0, DType::kF32},
-        {1, DType::kF16},
-        {30, DType::kBF16},
-        {24, DType::kI8},
-        {25, DType::kI16},
-        {26, DType::kI32},
-        {27, DType::kI64},
-        {28, DType::kF64},
-    });
     std::int64_t& row = dims.back();
-    for (const auto& [id, dtype] : kPlain) {
-      if (id == type.id) info->dtype = dtype;
-    }
+    if (const std::optional<DType> plain = plain_ggml_type(type.id)) info->dtype = *plain;
     if (type.block_elements > 1) {
       if (row % type.block_elements != 0) {
         return corrupt(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "checkpoint/container/ggml_types.h"
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/reader/expert_source.h"
@@ -22,6 +23,24 @@ constexpr std::int64_t kPatience = 64;
 bool is_of_all_experts(const checkpoint::LayerSource& source,
                        const checkpoint::PlannedTensor& tensor) {
   return !checkpoint::is_per_expert(source.layout->storage) || tensor.of_all_experts;
+}
+
+// A tensor of a GGUF type without blocks: as its numbers, or as the bytes of its rows.
+Result<ConstTensorView> as_numbers(std::string_view field, const ConstTensorView& tensor,
+                                   DType dtype) {
+  if (tensor.dtype == dtype) return tensor;
+  const std::int64_t size = dtype_bits(dtype) / 8;
+  const int last = tensor.rank() - 1;
+  if (tensor.dtype != DType::kU8 || last < 0 || tensor.dim(last) % size != 0) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("{}: got {} {} as GGUF type {}, need {}, or U8 of {} for each", field,
+                              dtype_name(tensor.dtype), tensor.shape.to_string(), dtype_name(dtype),
+                              dtype_name(dtype), size));
+  }
+  std::vector<std::int64_t> dims(tensor.shape.dims().begin(), tensor.shape.dims().end());
+  dims.back() /= size;
+  MOESAIC_ASSIGN_OR_RETURN(const Shape shape, Shape::from(dims));
+  return ConstTensorView(tensor.data, dtype, shape, tensor.device);
 }
 
 }  // namespace
@@ -179,6 +198,11 @@ Result<bool> WeightLoader::Impl::load(std::string_view pushed, ConstTensorView t
   const std::string field = checkpoint::quote_name(name);
   MOESAIC_RETURN_IF_ERROR(expect_device(field, tensor, Device::cpu()));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, tensor));
+  const auto plain = checkpoint::plain_ggml_type(static_cast<std::uint32_t>(type));
+  if (plain && !MOESAIC_FAULT(pushed_numbers_are_blocks)) {
+    MOESAIC_ASSIGN_OR_RETURN(tensor, as_numbers(field, tensor, *plain));
+    type = quant::GgufType::kNone;
+  }
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(tensor.dtype, tensor.shape));
   if (tensor.data == nullptr && bytes > 0) {
     return Status(StatusCode::kInvalidArgument,
@@ -322,14 +346,14 @@ Result<bool> WeightLoader::load(std::string_view name, ConstTensorView tensor) {
 
 Result<bool> WeightLoader::load(std::string_view name, ConstTensorView tensor,
                                 std::uint32_t ggml_type) {
-  const quant::GgufTypeInfo* type = quant::gguf_type_info(ggml_type);
-  if (type == nullptr) {
+  const bool plain = checkpoint::plain_ggml_type(ggml_type).has_value();
+  if (!plain && quant::gguf_type_info(ggml_type) == nullptr) {
     return Status(StatusCode::kUnsupported,
                   fmt::format("{}: got GGUF type {}, need one of {}", checkpoint::quote_name(name),
                               ggml_type, quant::gguf_type_names()));
   }
-  return checkpoint::guard_allocation(kLabel,
-                                      [&] { return impl_->load(name, tensor, type->type); });
+  return checkpoint::guard_allocation(
+      kLabel, [&] { return impl_->load(name, tensor, static_cast<quant::GgufType>(ggml_type)); });
 }
 
 Result<std::vector<std::string>> WeightLoader::load_weights(std::span<const NamedTensor> tensors) {
