@@ -1,10 +1,12 @@
-// Layers that a caller describes by a spec and names of its own: every storage of linears, and FP8
-// blocks that end ragged. docs/spec/checkpoints.md section 6.2, rules 7 and 11.
+// Layers that a caller describes by a spec and names of its own: every storage of linears, FP8
+// blocks that end ragged, names that differ. docs/spec/checkpoints.md section 6.2, rules 7 and 11.
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <numeric>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -183,6 +185,30 @@ TEST(HandMadeFp8, BlocksMayEndRagged) {
   EXPECT_EQ(std::memcmp(v->w13.data, all[0].tensor.data(), w * h), 0);
   EXPECT_EQ(std::memcmp(v->w13.data + w * h, all[2].tensor.data(), w * h), 0);
   EXPECT_EQ(std::memcmp(v->w2.data, all[4].tensor.data(), w * h), 0);
+}
+
+// One that is copied from the line above and not changed would be two projections.
+TEST(HandMadeNames, EveryTensorOfADescriptionHasANameOfItsOwn) {
+  MoeLayerSpec spec;
+  spec.hidden_size = spec.intermediate_size = kWidth;
+  spec.num_experts = spec.routing.num_experts = 12;
+  spec.activation = make_activation("silu").value();
+  ExpertNames same, numbers, suffixes;
+  same.up = same.gate;
+  numbers.gate = "g{e}";  // of expert 10, and up of expert 0
+  numbers.up = "g1{e}";
+  suffixes.scale_suffix = suffixes.weight_suffix;
+  EXPECT_TRUE(WeightLoader::from_spec(spec, suffixes, "", {}).ok());  // which has no scales
+  const std::string_view fp8 = R"({"quant_method": "fp8", "weight_block_size": [128, 128]})";
+  for (const auto& [names, quant, doubled] :
+       {std::tuple<ExpertNames, std::string_view, std::string_view>{
+            same, "", "mlp.experts.0.gate_proj.weight"},
+        {numbers, "", "mlp.g10.weight"},
+        {suffixes, fp8, "mlp.experts.0.gate_proj.weight"}}) {
+    EXPECT_EQ(mismatch(WeightLoader::from_spec(spec, names, quant, {}).status(),
+                       StatusCode::kInvalidArgument, {"names", std::string(doubled), "two"}),
+              "");
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Storages, HandMadeLayers,

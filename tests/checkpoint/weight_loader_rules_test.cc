@@ -377,6 +377,8 @@ TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
   names = {};
   names.down = "down_proj";
   refuse(spec, names, "", {"names.down", "{e}"}, kInvalidArgument);
+  names.down = "experts.{e}.{e}.down_proj";
+  refuse(spec, names, "", {"names.down", "{e}", "once"}, kInvalidArgument);
   names = {};
   names.gate.clear();
   refuse(spec, names, "", {"names.gate", "silu"}, kInvalidArgument);

@@ -97,6 +97,18 @@ void WeightLoader::Impl::resolve() {
   if (slice.ok()) slice_ = *slice;
 }
 
+Status WeightLoader::Impl::check_names_differ() const {
+  if (!source_ || MOESAIC_FAULT(pushed_name_of_two_tensors)) return {};
+  std::set<std::string> seen;
+  for (const PlannedTensor& tensor : checkpoint::plan_layer(*source_)) {
+    if (seen.insert(tensor.name).second) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("names: got {} for two tensors, need a name of its own for each",
+                        checkpoint::quote_name(tensor.name))};
+  }
+  return {};
+}
+
 // --- names ---
 
 std::string WeightLoader::Impl::checkpoint_name(std::string_view pushed) const {

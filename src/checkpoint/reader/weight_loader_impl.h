@@ -27,6 +27,9 @@ struct WeightLoader::Impl {
   Status choose_experts();
   // Settles what the tensors so far tell; what they contradict is finish's to say.
   void resolve();
+  // Of names by hand: kInvalidArgument where two tensors of the plan have one, since the first would
+  // be read as the second too.
+  Status check_names_differ() const;
 
   Result<bool> load(std::string_view name, ConstTensorView tensor, quant::GgufType type);
   Result<std::vector<std::string>> missing() const;

@@ -67,9 +67,11 @@ Status check_expert_names(const ExpertNames& names) {
        {std::pair<std::string_view, std::string_view>{"gate", names.gate},
         {"up", names.up},
         {"down", names.down}}) {
-    if (module.empty() || (module.find("{e}") != module.npos) == single) continue;
+    const std::size_t number = module.find("{e}");
+    const bool once = number != module.npos && number == module.rfind("{e}");
+    if (module.empty() || (single ? once : number == module.npos)) continue;
     return invalid(field, module,
-                   single ? "\"{e}\" where the expert's number is"
+                   single ? "\"{e}\" once, where the expert's number is"
                           : "no \"{e}\", all experts are in one tensor");
   }
   return {};
@@ -132,6 +134,7 @@ Result<WeightLoader> WeightLoader::from_spec(const MoeLayerSpec& spec, const Exp
     Options experts = options;
     experts.experts_only = true;
     MOESAIC_ASSIGN_OR_RETURN(WeightLoader loader, make(std::move(config), spec.layer, experts));
+    MOESAIC_RETURN_IF_ERROR(loader.impl_->check_names_differ());
     loader.impl_->owner = std::move(owned);
     return loader;
   });
