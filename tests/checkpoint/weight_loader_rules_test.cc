@@ -404,6 +404,10 @@ TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
   EXPECT_EQ(mismatch(WeightLoader::from_config(fp8, 2, options).status(), kAmbiguousFormat,
                      {"hf_quant_config.json", "quantization_config of config.json"}),
             "");
+  options.side_files = {{"tokenizer_config.json", "{}"}};
+  EXPECT_EQ(mismatch(WeightLoader::from_config(fp8, 2, options).status(), kInvalidArgument,
+                     {"side_files", "tokenizer_config.json", "quant_config.json"}),
+            "");
   options = ranks(2, 2, 1, 0);
   EXPECT_EQ(mismatch(WeightLoader::from_config(mixtral_config(), 2, options).status(),
                      kInvalidArgument, {"tp_rank"}),

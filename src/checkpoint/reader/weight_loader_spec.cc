@@ -1,12 +1,15 @@
 // What a WeightLoader is made from: a model's configuration, or a layer described by hand.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "checkpoint/config/config.h"
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/json_strict.h"
+#include "checkpoint/container/names.h"
 #include "checkpoint/reader/side_files.h"
 #include "checkpoint/reader/weight_loader_impl.h"
 #include "core/fault.h"
@@ -77,6 +80,16 @@ Status check_expert_names(const ExpertNames& names) {
   return {};
 }
 
+// What a file says depends on its name.
+Status check_side_file(std::string_view name) {
+  const auto& known = checkpoint::kSideFiles;
+  const bool is_known = std::find(known.begin(), known.end(), name) != known.end();
+  if (is_known || MOESAIC_FAULT(pushed_side_file_of_any_name)) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("side_files: got {}, need one of {}", checkpoint::quote_name(name),
+                      fmt::join(known, ", "))};
+}
+
 // quantization_config as an object inside a configuration that says nothing else.
 Result<checkpoint::QuantConfig> parse_quantization(std::string_view json) {
   if (json.empty()) return checkpoint::QuantConfig{};
@@ -98,6 +111,7 @@ Result<WeightLoader> WeightLoader::from_config(std::string_view config_json, int
                              checkpoint::parse_model_config(config_json));
     checkpoint::SideFiles files(&config.quant);
     for (const auto& [name, json] : options.side_files) {
+      MOESAIC_RETURN_IF_ERROR(check_side_file(name));
       MOESAIC_RETURN_IF_ERROR(files.add(name, json));
     }
     return make(std::move(config), index, options);
