@@ -72,12 +72,13 @@ struct ConvertReport {
 // of threads.
 //
 // Errors: kNotFound (scheme, with the nearest name; folders, the one in which `to` is to be made),
-// kInvalidArgument (`to` is the model's folder, inside it, or holds it or a file of it; is a file,
-// a mount point, or a folder with files that no conversion wrote and replace_any_folder is not
-// set), kUnsupported (a GGUF source; sizes that the format cannot cut into groups, families whose
-// experts have no layout of their own per expert), kAmbiguousFormat (quantised linears that no
-// quantization_config describes), and those of reading. All are found before anything is written,
-// except NaN and infinite weights (kInvalidArgument, naming layer and expert) and kIo.
+// kInvalidArgument (`to` is the model's folder, inside it, or holds it or a file of it; is or holds
+// the current folder; is a file, a mount point, or a folder with files that no conversion wrote and
+// replace_any_folder is not set), kUnsupported (a GGUF source; sizes that the format cannot cut
+// into groups, families whose experts have no layout of their own per expert), kAmbiguousFormat
+// (quantised linears that no quantization_config describes), and those of reading. All are found
+// before anything is written, except NaN and infinite weights (kInvalidArgument, naming layer and
+// expert) and kIo.
 Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
                                          const ConvertOptions& options);
 

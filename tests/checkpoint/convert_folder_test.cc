@@ -125,6 +125,7 @@ TEST_F(ConvertFolder, PlacesThatCannotBeWritten) {
   const fs::path before = fs::current_path();
   fs::current_path(path("here/below"));
   refuses(path("here"), StatusCode::kInvalidArgument, {"current folder"}, true);
+  refuses(".", StatusCode::kInvalidArgument, {"current folder"}, false);  // empty
   fs::current_path(before);
 }
 

@@ -242,8 +242,9 @@ Result<ConvertDestination> check_destination(const std::string& from, const std:
   }
   if (!exists) return destination;
   MOESAIC_RETURN_IF_ERROR(check_content(destination));
-  if (!fs::is_empty(real, error) && lies_in(fs::current_path(error), real)) {
-    return refused(to, "holds the current folder, which would be gone; need another place");
+  // Of an empty one as well: the new folder has its name, and whoever stands in the old one sees none.
+  if (lies_in(fs::current_path(error), real)) {
+    return refused(to, "is or holds the current folder, which would be gone; need another place");
   }
   return destination;
 }
