@@ -141,19 +141,24 @@ TEST_F(ConvertFolder, NumbersOfPythonStayInTheConfiguration) {
   EXPECT_TRUE(Checkpoint::open(path("out")).ok());
 }
 
-// A link that leads nowhere, a folder, a pipe: beside the model, and no reason to fail.
+// A link that leads nowhere, a folder, a pipe, weights in other files: beside the model, and no reason
+// to fail.
 TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
   fs::create_symlink(path("nothing"), path("model/notice.txt"));
   fs::create_directory(path("model/figures"));
   ASSERT_EQ(::mkfifo(path("model/pipe").c_str(), 0600), 0);
   make_file(path("model/tokenizer.json"), "{}");
+  make_file(path("model/consolidated.safetensors"));
+  make_file(path("model/pytorch_model.bin"));
   ConvertReport report;
   const Status status = convert(model_, path("out"), false, &report);
   ASSERT_TRUE(status.ok()) << status.to_string();
   EXPECT_EQ(report.notes, (std::vector<std::string>{
                               "folders of the source are not copied: \"figures\"",
                               "links to nothing of the source are not copied: \"notice.txt\"",
-                              "other entries of the source are not copied: \"pipe\""}));
+                              "other entries of the source are not copied: \"pipe\"",
+                              "other files of weights of the source are not copied: "
+                              "\"consolidated.safetensors\", \"pytorch_model.bin\""}));
   EXPECT_EQ(text_of(path("out/tokenizer.json")), "{}");
 }
 

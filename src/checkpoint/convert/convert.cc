@@ -188,14 +188,18 @@ class Converter {
       const std::string name = path.filename().string();
       const std::string extension = path.extension().string();
       const bool weights = extension == ".bin" || extension == ".pt" || extension == ".pth" ||
-                           extension == ".gguf" || shard_files.count(name) > 0 ||
+                           extension == ".gguf" ||
                            (extension == ".safetensors" &&
                             (name.starts_with("model") || name.starts_with("consolidated")));
       const bool rewritten = name == "config.json" || name.ends_with(".index.json") ||
                              name == "hf_quant_config.json" || name == "quantize_config.json" ||
                              name == "quant_config.json" || name == checkpoint::kConversionRecord ||
                              name == checkpoint::kConversionMark;
-      if (weights || rewritten) continue;
+      if (rewritten || shard_files.count(name) > 0) continue;
+      if (weights) {
+        left_out["other files of weights"].insert(checkpoint::quote_name(name));
+        continue;
+      }
       std::error_code unknown;  // of a link that leads nowhere, which is no failure of this list
       const fs::file_type type = fs::status(path, unknown).type();
       if (type != fs::file_type::regular) {
