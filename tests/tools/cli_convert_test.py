@@ -5,6 +5,7 @@ usage: cli_convert_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
 import json
+import math
 import resource
 import shutil
 import signal
@@ -77,15 +78,29 @@ class Convert(ToolTest):
                 self.assertFalse((self.folder / "more").exists())
 
     def test_weights_that_a_format_would_lose_are_refused(self):
-        model = self.folder / "tiny"
-        shutil.copytree(MODELS / "mini-qwen3-moe", model)
-        for path in model.glob("model*.safetensors"):
-            header, _ = read_safetensors(path)
-            tensors = {name: tensor_of(path, name) for name in header}
-            small = lambda name, t: (t[0], t[1], b"\x6d\x00" * (len(t[2]) // 2)) if ".experts." in name else t  # noqa: E731
-            write_safetensors(path, {name: small(name, t) for name, t in tensors.items()})
-        self.fails(UNSUPPORTED, "layer 1", "too small for nvfp4", arguments=["convert", "--model", model, "--quant", "nvfp4", "--output", self.folder / "out"])
-        self.assertFalse((self.folder / "out").exists())
+        for number, quant, said in ((b"\x6d\x00", "nvfp4", "too small for nvfp4"), (b"\x7f\x7f", "mxfp4", "too large for mxfp4")):
+            model = self.folder / quant
+            shutil.copytree(MODELS / "mini-qwen3-moe", model)
+            for path in model.glob("model*.safetensors"):
+                header, _ = read_safetensors(path)
+                tensors = {name: tensor_of(path, name) for name in header}
+                write_safetensors(path, {name: (t[0], t[1], number * (len(t[2]) // 2)) if ".experts." in name else t
+                                         for name, t in tensors.items()})
+            self.fails(UNSUPPORTED, "layer 1", said, arguments=["convert", "--model", model, "--quant", quant, "--output", self.folder / "out"])
+            self.assertFalse((self.folder / "out").exists())
+
+    def test_experts_that_lie_as_in_memory_are_refused_with_where_they_should(self):
+        model = self.folder / "mixtral"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({
+            "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2,
+            "num_experts_per_tok": 1}))
+        block = "model.layers.0.mlp."
+        write_safetensors(model / "model.safetensors", {
+            block + name: ("F32", shape, bytes(4 * math.prod(shape)))
+            for name, shape in (("gate.weight", [2, 16]), ("experts.gate_up_proj", [2, 16, 16]), ("experts.down_proj", [2, 16, 8]))})
+        self.fails(UNSUPPORTED, "layer 0", "stacked tensors under \"model.layers.0.mlp\"", "block_sparse_moe",
+                   arguments=["convert", "--model", model, "--quant", "fp8-channel", "--output", self.folder / "out"])
 
     def test_everything_else_is_copied(self):
         model = MODELS / "mini-qwen3-moe"

@@ -298,8 +298,9 @@ class Converter {
       return {
           StatusCode::kUnsupported,
           fmt::format("layer {}: its weights would be off by {:.2g} of their size, need at most "
-                      "{}: they are too small for {}, need a format with wider scales",
+                      "{}: they are too {} for {}, need a format with wider scales",
                       layer.spec.layer, rel, checkpoint::kMostWeightError,
+                      std::isfinite(rel) ? "small" : "large",
                       checkpoint::convert_format_name(plan_.format))};
     }
     MOESAIC_ASSIGN_OR_RETURN(const auto before, converted_weight_error(from_, layer.spec.layer));

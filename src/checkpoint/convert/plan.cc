@@ -65,6 +65,19 @@ Result<PlannedLayer> plan_layer_target(const MoeLayerSpec& spec, const Family& f
     if (own || !spec.has_expert_bias) return planned;
   }
   if (!planned.down.empty() && !spec.has_expert_bias) return planned;
+  // As transformers holds them, and as files are that were saved like that: beside the names of files.
+  const auto own =
+      std::find_if(family.layouts.begin(), family.layouts.end(), [&](const ExpertLayout& layout) {
+        return layout.present() && layout.storage == ExpertStorage::kPerExpert &&
+               !layout.of_quantisers && !in_block(spec, layout);
+      });
+  if (own != family.layouts.end()) {
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("layer {}: its experts lie in stacked tensors under {}, and single "
+                    "ones of {} models under {}: need a checkpoint with those",
+                    spec.layer, quote_name(spec.prefix), family.title, quote_name(own->block)));
+  }
   return Status(
       StatusCode::kUnsupported,
       fmt::format("layer {}: {} models keep their experts in stacked tensors, for which {} "
