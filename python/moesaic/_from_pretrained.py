@@ -485,9 +485,11 @@ def _pack(model: Any, plan: _Plan) -> None:
     module_class: Any = importlib.import_module("moesaic.torch").MoesaicExperts
     sizes = {layer: plan.checkpoint.layer_bytes(layer) for layer in plan.names.values()}
     total, before = sum(sizes.values()), 0
-    prefixes = {spec.layer: f"{spec.prefix}.experts." for spec in plan.checkpoint.layers}
+    prefixes = {spec.layer: f"{spec.prefix}." for spec in plan.checkpoint.layers}
     stored: dict[int, int] = dict.fromkeys(prefixes, 0)
-    for tensor, _, _, count in _tensors(plan.folder):
+    for tensor, _, shape, count in _tensors(plan.folder):
+        if ".experts." not in tensor and len(shape) < 3:  # Granite's are not called so, but lie in one tensor
+            continue
         for layer, prefix in prefixes.items():
             stored[layer] += count if tensor.startswith(prefix) else 0
     for name, layer in plan.names.items():

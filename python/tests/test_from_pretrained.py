@@ -292,6 +292,15 @@ def test_report_and_progress():
     assert len(lines) == 3 and "model.layers.1.mlp.experts" in lines[1] and "bf16" in lines[1]
 
 
+@pytest.mark.parametrize("name", ["granitemoeshared", "gemma4_text", "qwen3_moe"])
+def test_the_report_counts_experts_whatever_their_tensors_are_called(name, tmp_path):
+    eager = tiny(name)
+    eager.save_pretrained(tmp_path)
+    report = from_pretrained(tmp_path, progress=False).moesaic_report
+    experts = [module for _, module in eager.named_modules() if hasattr(module, "_apply_gate")]
+    assert report.bytes_before == sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
+
+
 def test_progress_bar(capsys):
     from_pretrained(MODELS / "mini-qwen3-moe", progress=True)
     assert "Packing experts: 100%" in capsys.readouterr().err
