@@ -43,6 +43,7 @@ MoeLayerSpec spec_alone(MoeLayerSpec spec, const FusedMoE::Options& options) {
   routing.num_experts = spec.routing.num_experts;
   routing.top_k = spec.routing.top_k;
   spec.routing = routing;
+  if (!MOESAIC_FAULT(python_experts_want_token_ids)) spec.hash_vocabulary = 0;
   spec.shared = SharedExpertSpec();
   spec.has_router_bias = false;
   if (!MOESAIC_FAULT(python_experts_want_a_norm)) spec.input_norm_eps = 0;

@@ -34,6 +34,7 @@ BINDING = {
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
     "python_gate_without_its_norm": ("test_from_pretrained.py", "behind_a_norm"),
     "python_experts_want_a_norm": ("test_from_pretrained.py", "behind_a_norm"),
+    "python_experts_want_token_ids": ("test_weight_loader.py", "chosen_by_token_ids"),
     "python_first_expert_not_converted": ("test_layers.py", "checked_as_they_will_be"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }
@@ -287,7 +288,6 @@ FILES = {
         "test_from_pretrained.py",
         "activation_that_differs",
     ),
-    "loaded_sizes_unchecked": (
     "files_beside_the_model_are_weights": (
         "_from_pretrained.py",
         "in _weight_files(folder):",
@@ -295,6 +295,7 @@ FILES = {
         "test_from_pretrained.py",
         "files_beside",
     ),
+    "loaded_sizes_unchecked": (
         "_from_pretrained.py",
         "if wrong:",
         "if False:",

@@ -109,6 +109,27 @@ def test_a_loader_of_experts_alone_stays_for_routed_experts(model: str) -> None:
     assert np.array_equal(made, moesaic.RoutedExperts.from_checkpoint(checkpoint, 1)(x, ids, weights))
 
 
+def test_experts_that_are_chosen_by_token_ids_are_experts_like_others() -> None:
+    """DeepSeek-V4's first layers: the routing is the caller's, and so is its table."""
+    config = {"model_type": "deepseek_v4", "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "vocab_size": 3}
+    rng = np.random.default_rng(8)
+    shapes = {"w1": (8, 16), "w3": (8, 16), "w2": (16, 8)}
+    tensors = {
+        f"layers.0.ffn.experts.{e}.{leaf}.weight": rng.standard_normal(shape).astype(np.float32)
+        for e in range(4)
+        for leaf, shape in shapes.items()
+    }
+    x = rng.standard_normal((3, 16)).astype(np.float32)
+    ids, weights = np.array([[0, 1], [3, 2], [1, 3]]), np.full((3, 2), 0.5, np.float32)
+    made = []
+    for kind in ("hash_moe", "moe"):
+        loader = moesaic.WeightLoader.from_config(config | {"mlp_layer_types": [kind]}, 0, experts_only=True)
+        loader.load_weights(tensors.items())
+        made.append(moesaic.RoutedExperts.from_loader(loader)(x, ids, weights))
+    assert np.array_equal(*made) and np.abs(made[0]).max() > 0.1
+
+
 def _inputs(checkpoint: moesaic.Checkpoint) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     spec = checkpoint.layer(1)
     rng = np.random.default_rng(5)
