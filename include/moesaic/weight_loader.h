@@ -43,7 +43,8 @@ struct ExpertNames {
 };
 
 // Where the caller's names differ from the checkpoint's: `from`, at the beginning of a name or
-// behind a dot, becomes `to`, once per rule and name, rules in order.
+// behind a dot, becomes `to`, once per rule and name, rules in order. An empty `from` puts `to` in
+// front of every name.
 struct NameReplacement {
   std::string from, to;  // {"base_layer.", ""}, {"transformer.", "model."}
 };

@@ -272,6 +272,16 @@ TEST(WeightLoaderRules, SeveralPhysicalCopiesOfAnExpert) {
             "");
 }
 
+TEST(WeightLoaderRules, NamesMayGetABeginning) {
+  WeightLoader::Options options;
+  options.names = {{"", "model.layers.2."}};
+  WeightLoader loader = mixtral_loader(options);
+  std::vector<StoredTensor> renamed = mixtral();
+  for (StoredTensor& t : renamed) t.name.erase(0, std::strlen("model.layers.2."));
+  ASSERT_TRUE(push(loader, renamed, 2).ok());
+  EXPECT_EQ(loader.missing().value(), std::vector<std::string>());
+}
+
 TEST(WeightLoaderRules, NamesAreReplacedBeforeTheyAreLookedUp) {
   WeightLoader::Options options;
   options.names = {{"transformer.", "model."}, {"base_layer.", ""}, {"ffn.", "block_sparse_moe."}};

@@ -114,7 +114,7 @@ Status WeightLoader::Impl::check_names_differ() const {
 std::string WeightLoader::Impl::checkpoint_name(std::string_view pushed) const {
   std::string name(pushed);
   for (const NameReplacement& rule : options.names) {
-    if (rule.from.empty()) continue;
+    if (rule.from.empty() && MOESAIC_FAULT(pushed_empty_names_ignored)) continue;
     for (std::size_t at = name.find(rule.from); at != name.npos;
          at = name.find(rule.from, at + 1)) {
       if (at > 0 && name[at - 1] != '.') continue;
