@@ -89,6 +89,11 @@ class Convert(ToolTest):
             self.fails(UNSUPPORTED, "layer 1", said, arguments=["convert", "--model", model, "--quant", quant, "--output", self.folder / "out"])
             self.assertFalse((self.folder / "out").exists())
 
+    def test_an_output_in_no_folder_is_told_what_to_do(self):
+        result = run("convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "mxfp8", "--output", self.folder / "none" / "out")
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("next: make that folder", result.stderr)
+
     def test_experts_that_lie_as_in_memory_are_refused_with_where_they_should(self):
         model = self.folder / "mixtral"
         model.mkdir()

@@ -88,7 +88,10 @@ int run_convert(const ConvertArguments& state) {
     if (signal != 0 && result.status().code() == StatusCode::kIo && !output_failed) {
       return console.fail_interrupted(result.status(), signal);
     }
-    return console.fail(result.status(), output_failed ? Origin::kOption : Origin::kFile);
+    // What an output lacks is the folder to make it in: no name to choose from.
+    const bool nowhere = output_failed && result.status().code() == StatusCode::kNotFound;
+    return console.fail(result.status(), output_failed ? Origin::kOption : Origin::kFile,
+                        nowhere ? "make that folder, or choose another place" : "");
   }
   report(console, state, *result);
   return kExitOk;
