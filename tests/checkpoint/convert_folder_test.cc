@@ -150,6 +150,7 @@ TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
   make_file(path("model/tokenizer.json"), "{}");
   make_file(path("model/consolidated.safetensors"));
   make_file(path("model/pytorch_model.bin"));
+  make_file(path("model/quantization_config.json"), "{}");  // AutoRound's, of the source
   ConvertReport report;
   const Status status = convert(model_, path("out"), false, &report);
   ASSERT_TRUE(status.ok()) << status.to_string();
@@ -160,6 +161,7 @@ TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
                               "other files of weights of the source are not copied: "
                               "\"consolidated.safetensors\", \"pytorch_model.bin\""}));
   EXPECT_EQ(text_of(path("out/tokenizer.json")), "{}");
+  EXPECT_FALSE(fs::exists(path("out/quantization_config.json")));
 }
 
 // Files, then the folder, then the name that it gets.

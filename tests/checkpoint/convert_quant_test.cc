@@ -477,6 +477,16 @@ TEST(ConvertDescription, JoinedLinearsAreNamedAsWell) {
   EXPECT_FALSE(lists(groups["group_1"]["targets"], "model.layers.1.self_attn.qkv_proj")) << groups;
 }
 
+// Where ModelOpt's fields lie inside, that of the cache would be lost.
+TEST(ConvertDescription, FieldsInsideQuantizationComeOut) {
+  const auto source = checkpoint::read_source_quantization("", R"({"quantization_config":
+      {"quant_method": "modelopt", "quantization":
+       {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}})");
+  ASSERT_TRUE(source.ok()) << source.status().to_string();
+  EXPECT_EQ(source->json, Json::parse(R"({"quant_method": "modelopt", "quant_algo": "NVFP4",
+                                          "kv_cache_quant_algo": "FP8"})"));
+}
+
 TEST(ConvertDescription, NothingElseQuantised) {
   const checkpoint::SourceQuantization source =
       described(R"({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true})");

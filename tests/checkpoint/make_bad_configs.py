@@ -47,7 +47,7 @@ def config_cases(c):
     c.folder("not_utf8", {"config.json": b'{"model_type":"\xff"}', "model.safetensors": simple_file("a")}, CORRUPT, "UTF-8", door="checkpoint")
     text("deep", good[:-1] + ', "x": ' + "[" * 40 + "]" * 40 + "}", LIMIT, "config.json")
     text("deep_unclosed", '{"x":' + "[" * 1000000, LIMIT, "nesting")
-    text("huge", good[:-1] + ', "x": "' + "x" * 16000000 + '"}', LIMIT, "config.json")
+    text("huge", good[:-1] + ', "x": "' + "x" * 32000000 + '"}', LIMIT, "config.json")
     c.folder("no_config", {"model.safetensors": simple_file("a")}, "not_found", "config.json", door="checkpoint")
     c.folder("no_tensors", {"config.json": good}, "not_found", "no safetensors", door="checkpoint")
 

@@ -18,7 +18,7 @@ namespace moesaic::checkpoint {
 
 // Caps on what a configuration may ask for, far above every model that exists. They bound the
 // memory that a few bytes of text can demand.
-inline constexpr std::size_t kMaxConfigBytes = 16'000'000;
+inline constexpr std::size_t kMaxConfigBytes = 32'000'000;
 inline constexpr int kMaxConfigDepth = 32;
 inline constexpr std::int64_t kMaxLayers = 4096;
 inline constexpr std::int64_t kMaxExperts = 16384;

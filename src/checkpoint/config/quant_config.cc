@@ -249,7 +249,7 @@ Result<QuantConfig> parse_quant_config(std::span<const ConfigHolder> holders) {
 }
 
 Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json) {
-  constexpr std::size_t kMaxBytes = 16'000'000;
+  constexpr std::size_t kMaxBytes = 32'000'000;
   constexpr int kMaxDepth = 32;
   return guard_allocation(name, [&]() -> Result<QuantConfig> {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json top,

@@ -22,7 +22,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxSideFileBytes = 16'000'000;
+constexpr std::size_t kMaxSideFileBytes = 32'000'000;
 constexpr const char* kModelOpt = "modelopt";
 constexpr std::array<const char*, 2> kDescriptions = {"quantization_config", "compression_config"};
 
@@ -47,13 +47,26 @@ std::vector<Json*> holders(Json* config) {
   return found;
 }
 
+// ModelOpt's fields, which may lie in "quantization" as in its own file, beside the method's name.
+Json flattened(Json description) {
+  const auto inner = description.find("quantization");
+  if (method_of(description) != kModelOpt || inner == description.end() || !inner->is_object()) {
+    return description;
+  }
+  Json whole = {{"quant_method", kModelOpt}};
+  whole.update(*inner);
+  return whole;
+}
+
 // The description in config.json; null: none. Where several holders have it they are equal: else the
 // checkpoint would not have opened.
 Json stated_in_config(Json config) {
   const std::vector<Json*> all = holders(&config);
   for (const char* key : kDescriptions) {
     for (const Json* holder : all) {
-      if (holder->contains(key) && (*holder)[key].is_object()) return (*holder)[key];
+      if (holder->contains(key) && (*holder)[key].is_object()) {
+        return flattened((*holder)[key]);
+      }
     }
   }
   return nullptr;

@@ -35,7 +35,7 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxConfigText = 16'000'000;
+constexpr std::size_t kMaxConfigText = 32'000'000;
 constexpr std::size_t kCopyBytes = 4U << 20;
 
 Status io_error(const std::string& path, std::string_view what, const std::error_code& error) {
@@ -193,7 +193,8 @@ class Converter {
                             (name.starts_with("model") || name.starts_with("consolidated")));
       const bool rewritten = name == "config.json" || name.ends_with(".index.json") ||
                              name == "hf_quant_config.json" || name == "quantize_config.json" ||
-                             name == "quant_config.json" || name == checkpoint::kConversionRecord ||
+                             name == "quant_config.json" || name == "quantization_config.json" ||
+                             name == checkpoint::kConversionRecord ||
                              name == checkpoint::kConversionMark;
       if (rewritten || shard_files.count(name) > 0) continue;
       if (weights) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "cuda/fault.cuh"
 #include "permute/sm90/align.h"
