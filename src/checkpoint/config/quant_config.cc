@@ -6,6 +6,7 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/config/config.h"
 #include "checkpoint/config/config_fields.h"
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/quant_methods.h"
@@ -249,11 +250,9 @@ Result<QuantConfig> parse_quant_config(std::span<const ConfigHolder> holders) {
 }
 
 Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json) {
-  constexpr std::size_t kMaxBytes = 32'000'000;
-  constexpr int kMaxDepth = 32;
   return guard_allocation(name, [&]() -> Result<QuantConfig> {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json top,
-                             parse_json_document(name, json, {kMaxBytes, kMaxDepth}));
+                             parse_json_document(name, json, {kMaxConfigBytes, kMaxConfigDepth}));
     if (!top.is_object()) {
       return Status(StatusCode::kCorruptFile, fmt::format("{}: need an object at the top", name));
     }

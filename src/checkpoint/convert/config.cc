@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "checkpoint/config/config.h"
 #include "checkpoint/config/language_model.h"
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/python_constants.h"
@@ -22,7 +23,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxSideFileBytes = 32'000'000;
 constexpr const char* kModelOpt = "modelopt";
 constexpr std::array<const char*, 2> kDescriptions = {"quantization_config", "compression_config"};
 
@@ -82,7 +82,7 @@ Result<Json> stated_in_side_file(const std::string& directory) {
     const std::string path = fmt::format("{}/{}", directory, name);
     std::error_code error;
     if (!std::filesystem::exists(path, error)) continue;
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxSideFileBytes));
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigBytes));
     Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (json.is_object() && method == kModelOpt) json = Json(json["quantization"]);
     if (!json.is_object()) {

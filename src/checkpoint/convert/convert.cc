@@ -13,6 +13,7 @@
 #include <set>
 #include <system_error>
 
+#include "checkpoint/config/config.h"
 #include "checkpoint/container/gguf.h"
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/mapped_file.h"
@@ -35,7 +36,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxConfigText = 32'000'000;
 constexpr std::size_t kCopyBytes = 4U << 20;
 
 Status io_error(const std::string& path, std::string_view what, const std::error_code& error) {
@@ -89,8 +89,9 @@ class Converter {
     MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(from_, open_options));
     MOESAIC_ASSIGN_OR_RETURN(const checkpoint::ShardSet shards,
                              checkpoint::ShardSet::open(from_, options_.access));
-    MOESAIC_ASSIGN_OR_RETURN(const std::string old_config,
-                             checkpoint::read_text_file(from_ + "/config.json", kMaxConfigText));
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::string old_config,
+        checkpoint::read_text_file(from_ + "/config.json", checkpoint::kMaxConfigBytes));
     MOESAIC_ASSIGN_OR_RETURN(const checkpoint::SourceQuantization source,
                              checkpoint::read_source_quantization(from_, old_config));
     MOESAIC_ASSIGN_OR_RETURN(plan_,
@@ -439,7 +440,7 @@ Result<std::optional<double>> converted_weight_error(const std::string& director
     std::error_code error;
     if (!fs::exists(path, error)) return std::optional<double>();
     MOESAIC_ASSIGN_OR_RETURN(const std::string text,
-                             checkpoint::read_text_file(path, kMaxConfigText));
+                             checkpoint::read_text_file(path, checkpoint::kMaxConfigBytes));
     const Json record = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     const Status corrupt(StatusCode::kCorruptFile,
                          fmt::format("{}: need layers with layer and rel_l2_weights", path));
