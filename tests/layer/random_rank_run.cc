@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "layer/eplb_case.h"
+#include "layer/random_rank_gpu.h"
 #include "layer/rank_case.h"
 #include "support/metrics.h"
 #include "support/random_cases.h"
@@ -25,7 +26,11 @@ double rounding_of(DType dtype) {
 class RankRun {
  public:
   RankRun(const RandomRanks& c, std::shared_ptr<Communicator> communicator)
-      : c_(c), rank_(communicator->rank()), comm_(std::move(communicator)), rng_(c.seed) {}
+      : c_(c),
+        rank_(communicator->rank()),
+        comm_(std::move(communicator)),
+        rng_(c.seed),
+        own_(c.seed * 64 + static_cast<std::uint64_t>(rank_)) {}
 
   // What is wrong, or empty. `refused`: the layer is one that ranks cannot have.
   std::string run(bool& refused) {
@@ -106,6 +111,7 @@ class RankRun {
   void step(FusedMoE& layer, const RankCall& call) {
     if (call.refusal != RankRefusal::kNone) refuse(layer, call);
     serve(layer, call);
+    if (wrong_.empty() && enqueue_takes(c_, call)) enqueue(layer, call);
     if (!c_.options.ranks.enable_eplb || !wrong_.empty()) return;
     check_load(layer);
     if (!chance(rng_, 0.5)) return;
@@ -202,6 +208,22 @@ class RankRun {
     Status status = layer.forward(args);
     if (status.ok()) status = layer.maybe_all_reduce(output.view());
     if (!status.ok()) return wrong("forward: " + status.to_string());
+    look(layer, call, rows, output, shared);
+  }
+
+  // The same with memory of a GPU.
+  void enqueue(const FusedMoE& layer, const RankCall& call) {
+    const RankRows& rows = call.sets[static_cast<std::size_t>(world_->set_of(rank_))];
+    const std::string why = enqueue_rows(layer, rows, c_.options.inplace, *comm_, rng_, own_,
+                                         [&](const Tensor& output, const Tensor& shared) {
+                                           look(layer, call, rows, output, shared);
+                                         });
+    if (!why.empty()) wrong("enqueue: " + why);
+  }
+
+  // At what a call wrote.
+  void look(const FusedMoE& layer, const RankCall& call, const RankRows& rows, const Tensor& output,
+            const Tensor& shared) {
     // Parts of rows are rounded by themselves.
     const bool parts = !layer.output_is_reduced();
     compare("output", output, rows.want, parts);
@@ -247,6 +269,7 @@ class RankRun {
   int rank_;
   std::shared_ptr<Communicator> comm_;
   Rng rng_;  // the same on all ranks
+  Rng own_;  // another on each
   const RandomWorld* world_ = nullptr;
   std::vector<std::vector<double>> past_;  // loads of calls that count
   Tensor other_, other_output_, other_ids_;
