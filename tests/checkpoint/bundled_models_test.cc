@@ -5,6 +5,7 @@
 
 #include "checkpoint/tiny_support.h"
 #include "numerics/element.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -54,13 +55,13 @@ TEST(BundledModels, LoadWhole) {
        std::vector<Model>{{"mini-qwen3-moe", {1}, 16, 4, 128, "topk", "bf16"},
                           {"mini-deepseek-v3", {1}, 16, 4, 128, "grouped_topk", "bf16"},
                           {"mini-gpt-oss", {0}, 8, 2, 256, "topk_softmax", "bf16"}}) {
-    expect_loads(std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + m.folder, m);
+    expect_loads(test::bundled_model(m.folder), m);
   }
 }
 
 // gpt-oss has I == H here, so that no shape check can notice a forgotten transpose.
 TEST(BundledModels, GptOssIsTransposedAndDeinterleaved) {
-  const Checkpoint c = must_open(std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-gpt-oss");
+  const Checkpoint c = must_open(test::bundled_model("mini-gpt-oss"));
   auto loaded = c.load_layer(0, {});
   ASSERT_TRUE(loaded.ok());
   const Tensor gate_up = c.read_tensor("model.layers.0.mlp.experts.gate_up_proj").value();
@@ -88,9 +89,7 @@ TEST(BundledModels, GptOssIsTransposedAndDeinterleaved) {
 }
 
 std::string extra_models() {
-  const char* stated = std::getenv("MOESAIC_EXTRA_MODELS");
-  const std::string folder =
-      stated != nullptr ? stated : std::string(MOESAIC_SOURCE_DIR) + "/../shared/models";
+  const std::string folder = test::extra_model("");
   return std::filesystem::is_directory(folder) ? folder : "";
 }
 

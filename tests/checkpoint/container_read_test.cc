@@ -11,6 +11,7 @@
 #include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
 #include "support/random.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -293,7 +294,7 @@ TEST(ReadRows, RefusesWhatIsOutside) {
 }
 
 TEST(SafetensorsFile, BundledCheckpointsOpen) {
-  const std::string folder = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models";
+  const std::string folder = test::source_folder() + "/testdata/models";
   int files = 0;
   for (const auto& e : std::filesystem::recursive_directory_iterator(folder)) {
     if (e.path().extension() != ".safetensors") continue;

@@ -3,6 +3,7 @@
 
 #include "checkpoint/container/shards.h"
 #include "checkpoint/container_support.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -124,8 +125,7 @@ TEST(ShardSet, AbsentThings) {
 
 TEST(ShardSet, BundledCheckpointsOpenWithoutWarnings) {
   for (const char* name : {"mini-deepseek-v3", "mini-gpt-oss", "mini-qwen3-moe"}) {
-    const auto set = checkpoint::ShardSet::open(
-        std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name, FileAccess::kMmap);
+    const auto set = checkpoint::ShardSet::open(test::bundled_model(name), FileAccess::kMmap);
     ASSERT_TRUE(set.ok()) << set.status().to_string();
     EXPECT_GT(set->total_bytes(), 0U);
     for (const std::string& w : set->warnings()) ADD_FAILURE() << w;

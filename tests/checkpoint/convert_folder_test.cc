@@ -19,6 +19,7 @@
 #include "checkpoint/convert/folder.h"
 #include "moesaic/convert.h"
 #include "support/refusal.h"
+#include "support/source_folder.h"
 
 // What was flushed to the disk, by the names that it had then.
 std::vector<std::string>& flushed() {
@@ -37,10 +38,6 @@ namespace moesaic::test {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string bundled(const std::string& name) {
-  return std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
-}
 
 std::string text_of(const std::string& path) {
   return checkpoint::read_text_file(path, 1 << 20).value();
@@ -80,7 +77,7 @@ class ConvertFolder : public testing::Test {
     EXPECT_TRUE(output_failed);
   }
   void SetUp() override {
-    fs::copy(bundled("mini-qwen3-moe"), model_, fs::copy_options::recursive);
+    fs::copy(bundled_model("mini-qwen3-moe"), model_, fs::copy_options::recursive);
   }
   std::string path(const std::string& name) const { return root_.path(name); }
 

@@ -16,16 +16,13 @@
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
+#include "support/source_folder.h"
 
 namespace moesaic {
 namespace {
 
 namespace fs = std::filesystem;
 using test::expect_refusal;
-
-std::string model(const std::string& name) {
-  return std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
-}
 
 class ConvertTest : public testing::Test {
  protected:
@@ -121,7 +118,7 @@ const Scheme kSchemes[] = {{"fp8-block", 0.024, 0.028}, {"fp8-channel", 0.024, 0
 
 // Every projection of every expert is where it belongs and within its format's error.
 TEST_F(ConvertTest, WeightsAreTheOriginalsWithinTheFormatsError) {
-  const std::string from = model("mini-deepseek-v3");
+  const std::string from = test::bundled_model("mini-deepseek-v3");
   const checkpoint::ShardSet before = checkpoint::ShardSet::open(from, FileAccess::kMmap).value();
   for (const Scheme& scheme : kSchemes) {
     SCOPED_TRACE(scheme.name);
@@ -162,7 +159,7 @@ TEST_F(ConvertTest, WeightsAreTheOriginalsWithinTheFormatsError) {
 }
 
 TEST_F(ConvertTest, Nvfp4SharesOneGlobalScaleBetweenGateAndUp) {
-  convert(model("mini-qwen3-moe"), "nvfp4", path("out"));
+  convert(test::bundled_model("mini-qwen3-moe"), "nvfp4", path("out"));
   const checkpoint::ShardSet s = checkpoint::ShardSet::open(path("out"), FileAccess::kMmap).value();
   const std::string module = "model.layers.1.mlp.experts.3.";
   EXPECT_EQ(bytes_of(s, module + "gate_proj.weight_global_scale"),
@@ -170,10 +167,10 @@ TEST_F(ConvertTest, Nvfp4SharesOneGlobalScaleBetweenGateAndUp) {
 }
 
 TEST_F(ConvertTest, GptOssKeepsItsOwnLayout) {
-  const ConvertReport report = convert(model("mini-gpt-oss"), "mxfp4", path("out"));
+  const ConvertReport report = convert(test::bundled_model("mini-gpt-oss"), "mxfp4", path("out"));
   ASSERT_EQ(report.layers.size(), 1U);
   const checkpoint::ShardSet before =
-      checkpoint::ShardSet::open(model("mini-gpt-oss"), FileAccess::kMmap).value();
+      checkpoint::ShardSet::open(test::bundled_model("mini-gpt-oss"), FileAccess::kMmap).value();
   const checkpoint::ShardSet after =
       checkpoint::ShardSet::open(path("out"), FileAccess::kMmap).value();
   const std::string p = "model.layers.0.mlp.experts.";
@@ -209,7 +206,7 @@ TEST_F(ConvertTest, GptOssKeepsItsOwnLayout) {
 
 // FP8 blocks load at once; converting them again changes no code.
 TEST_F(ConvertTest, ConvertedModelsConvertAgain) {
-  convert(model("mini-deepseek-v3"), "fp8-block", path("fp8"));
+  convert(test::bundled_model("mini-deepseek-v3"), "fp8-block", path("fp8"));
   const Result<Checkpoint> checkpoint = Checkpoint::open(path("fp8"));
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().message();
   EXPECT_TRUE(checkpoint->problems().empty()) << checkpoint->problems().front();
@@ -229,8 +226,8 @@ TEST_F(ConvertTest, ConvertedModelsConvertAgain) {
 }
 
 TEST_F(ConvertTest, ThreadsDoNotChangeTheBytes) {
-  convert(model("mini-qwen3-moe"), "int4-g128", path("one"), 1);
-  convert(model("mini-qwen3-moe"), "int4-g128", path("three"), 3);
+  convert(test::bundled_model("mini-qwen3-moe"), "int4-g128", path("one"), 1);
+  convert(test::bundled_model("mini-qwen3-moe"), "int4-g128", path("three"), 3);
   for (const fs::directory_entry& entry : fs::directory_iterator(path("one"))) {
     std::ifstream x(entry.path(), std::ios::binary);
     std::ifstream y(path("three") + "/" + entry.path().filename().string(), std::ios::binary);
@@ -242,7 +239,7 @@ TEST_F(ConvertTest, ThreadsDoNotChangeTheBytes) {
 
 // Told before anything is written.
 TEST_F(ConvertTest, AxesThatCannotBeCopied) {
-  fs::copy(model("mini-qwen3-moe"), path("model"), fs::copy_options::recursive);
+  fs::copy(test::bundled_model("mini-qwen3-moe"), path("model"), fs::copy_options::recursive);
   const std::string header = R"({"visual.patch":{"dtype":"U8","shape":[1,2,1,2,1,2],)"
                              R"("data_offsets":[0,8]}})";
   fs::remove(path("model") + "/model.safetensors.index.json");
@@ -262,7 +259,8 @@ TEST_F(ConvertTest, AxesThatCannotBeCopied) {
 TEST_F(ConvertTest, AConvertedModelsErrorsAddUp) {
   ConvertOptions options;
   options.scheme = "mxfp4";
-  ASSERT_TRUE(convert_checkpoint(model("mini-deepseek-v3"), path("one"), options).ok());
+  ASSERT_TRUE(
+      convert_checkpoint(test::bundled_model("mini-deepseek-v3"), path("one"), options).ok());
   const int layer = Checkpoint::open(path("one"))->layers()[0].layer;
   const double first = converted_weight_error(path("one"), layer)->value();
   options.scheme = "fp8-block";
@@ -278,12 +276,14 @@ TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
   options.scheme = "mxfp8";
   int asked = 0;
   options.should_stop = [&] { return ++asked > 10; };
-  expect_refusal(convert_checkpoint(model("mini-qwen3-moe"), path("out"), options).status(),
-                 StatusCode::kIo, {"interrupted"});
+  expect_refusal(
+      convert_checkpoint(test::bundled_model("mini-qwen3-moe"), path("out"), options).status(),
+      StatusCode::kIo, {"interrupted"});
   EXPECT_TRUE(fs::is_empty(root_));
   options.should_stop = []() -> bool { throw 1; };
-  expect_refusal(convert_checkpoint(model("mini-qwen3-moe"), path("out"), options).status(),
-                 StatusCode::kInvalidArgument, {"should_stop", "exception"});
+  expect_refusal(
+      convert_checkpoint(test::bundled_model("mini-qwen3-moe"), path("out"), options).status(),
+      StatusCode::kInvalidArgument, {"should_stop", "exception"});
   EXPECT_TRUE(fs::is_empty(root_));
   options.should_stop = nullptr;
   std::int64_t last = 0, total = 0;
@@ -292,11 +292,12 @@ TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
     last = done;
     total = all;
   };
-  ASSERT_TRUE(convert_checkpoint(model("mini-qwen3-moe"), path("out"), options).ok());
+  ASSERT_TRUE(convert_checkpoint(test::bundled_model("mini-qwen3-moe"), path("out"), options).ok());
   EXPECT_EQ(last, total);
   options.scheme = "mxfp9";
-  expect_refusal(convert_checkpoint(model("mini-qwen3-moe"), path("x"), options).status(),
-                 StatusCode::kNotFound, {"mxfp9", "nearest is \"mxfp"});
+  expect_refusal(
+      convert_checkpoint(test::bundled_model("mini-qwen3-moe"), path("x"), options).status(),
+      StatusCode::kNotFound, {"mxfp9", "nearest is \"mxfp"});
   expect_refusal(converted_weight_error(path("out"), -1).status(), StatusCode::kOk, {});
   std::ofstream(path("out") + "/moesaic_conversion.json") << R"({"layers":[{"layer":1}]})";
   expect_refusal(converted_weight_error(path("out"), 1).status(), StatusCode::kCorruptFile,

@@ -11,6 +11,7 @@
 #include "checkpoint/container/shards.h"
 #include "checkpoint/generated_files.h"
 #include "moesaic/checkpoint.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -59,7 +60,7 @@ Status open_case(const std::string& door, const std::string& path, FileAccess ac
 
 std::vector<std::string> generators() {
   std::vector<std::string> found;
-  const std::string folder = std::string(MOESAIC_SOURCE_DIR) + "/tests/checkpoint";
+  const std::string folder = test::source_folder() + "/tests/checkpoint";
   for (const auto& e : std::filesystem::directory_iterator(folder)) {
     const std::string name = e.path().filename().string();
     if (name.starts_with("make_bad_") && name.ends_with(".py")) found.push_back(name);

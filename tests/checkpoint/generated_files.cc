@@ -7,6 +7,8 @@
 #include <fstream>
 #include <system_error>
 
+#include "support/source_folder.h"
+
 namespace moesaic::test {
 namespace {
 
@@ -44,13 +46,10 @@ GeneratedFiles generate_files(const std::string& python, const std::string& scri
   };
   const fs::path kept = kept_files(script);
   if (!kept.empty() && fs::exists(kept) && copy_files(kept, folder.path())) return read_manifest();
-  // Tests may be carried to another machine with the scripts.
-  const char* const moved = std::getenv("MOESAIC_SOURCE_FOLDER");
-  const std::string tree = moved != nullptr ? moved : MOESAIC_SOURCE_DIR;
   const std::string command = "P='" + python +
                               "'; [ -x \"$P\" ] || P=python3; PYTHONDONTWRITEBYTECODE=1 \"$P\" '" +
-                              tree + "/tests/checkpoint/" + script + "' '" + folder.path() +
-                              "' > '" + folder.path("log") + "' 2>&1";
+                              source_folder() + "/tests/checkpoint/" + script + "' '" +
+                              folder.path() + "' > '" + folder.path("log") + "' 2>&1";
   if (std::system(command.c_str()) != 0) {
     files.problem = script + ": " + read_bytes(folder.path("log"));
     return files;

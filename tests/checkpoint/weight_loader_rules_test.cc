@@ -31,6 +31,7 @@
 #include "checkpoint/small_layer.h"
 #include "moesaic/convert.h"
 #include "moesaic/weight_loader.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -323,9 +324,7 @@ TEST(WeightLoaderRules, ARouterMayComeBeforeExpertsThatAreAskedForAlone) {
   const std::string path = folder.path("mxfp4");
   ConvertOptions convert;
   convert.scheme = "mxfp4";
-  ASSERT_TRUE(convert_checkpoint(std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-gpt-oss",
-                                 path, convert)
-                  .ok());
+  ASSERT_TRUE(convert_checkpoint(test::bundled_model("mini-gpt-oss"), path, convert).ok());
   const Checkpoint checkpoint = Checkpoint::open(path).value();
   const int layer = checkpoint.layers()[0].layer;
   WeightLoader::Options options;
@@ -346,7 +345,7 @@ TEST(WeightLoaderRules, ARouterMayComeBeforeExpertsThatAreAskedForAlone) {
 // Widths that no rank's slice of the shared expert can have are refused when all is there, as of a
 // file.
 TEST(WeightLoaderRules, ASharedExpertThatCannotBeCutIsNamed) {
-  const std::string path = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-deepseek-v3";
+  const std::string path = test::bundled_model("mini-deepseek-v3");
   const Checkpoint checkpoint = Checkpoint::open(path).value();
   const MoeLayerSpec spec = checkpoint.layers()[0];
   WeightLoader::Options options;

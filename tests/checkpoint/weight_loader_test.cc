@@ -17,6 +17,7 @@
 #include "checkpoint/pushing.h"
 #include "checkpoint/tiny_support.h"
 #include "moesaic/fused_moe.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
 namespace {
@@ -257,7 +258,7 @@ TEST_F(TinyCheckpoints, UnknownTensorsOfASharedExpertBesideTheBlockAreNamed) {
 TEST(PushedModels, GiveTheOutputOfTheFile) {
   for (const char* name : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
     SCOPED_TRACE(name);
-    const std::string path = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
+    const std::string path = test::bundled_model(name);
     const Checkpoint checkpoint = must_open(path);
     const MoeLayerSpec spec = checkpoint.layers()[0];
     const std::vector<StoredTensor> tensors = read_all_tensors(path);
@@ -282,14 +283,11 @@ TEST(PushedModels, GiveTheOutputOfTheFile) {
 
 TEST(PushedModels, GiveTheBitsOfTheFile) {
   for (const char* name : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
-    const std::string path = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
+    const std::string path = test::bundled_model(name);
     EXPECT_GT(expect_bits_of_file(path, {must_open(path).layers()[0].layer}, {2}), 0);
   }
-  const char* extra = std::getenv("MOESAIC_EXTRA_MODELS");
-  const std::string folder =
-      extra != nullptr ? extra : std::string(MOESAIC_SOURCE_DIR) + "/../shared/models";
   for (const char* name : {"tiny-gpt-oss-mxfp4", "tiny-deepseek-v3-fp8"}) {
-    const std::string path = folder + "/" + name;
+    const std::string path = test::extra_model(name);
     if (!std::filesystem::exists(path)) continue;
     const bool even = std::string(name) != "tiny-deepseek-v3-fp8";  // a slice cuts a block
     EXPECT_GT(expect_bits_of_file(path, {must_open(path).layers()[0].layer},

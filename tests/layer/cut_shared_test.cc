@@ -9,6 +9,7 @@
 #include "support/expect_bits.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
+#include "support/source_folder.h"
 
 namespace moesaic {
 namespace {
@@ -109,7 +110,7 @@ TEST(CutShared, ThePartApartIsComplete) {
 // The files are read in slices; so is what the caller adds up without a communicator. Stored blocks
 // stay whole, or the cut is refused.
 TEST(CutShared, OfACheckpoint) {
-  const std::string folder = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-deepseek-v3";
+  const std::string folder = test::bundled_model("mini-deepseek-v3");
   const Checkpoint checkpoint = Checkpoint::open(folder).value();
   const MoeLayerSpec spec = checkpoint.layers().front();
   ASSERT_GT(spec.shared.intermediate_size, 0);

@@ -7,22 +7,6 @@
 #include <cstring>
 
 namespace moesaic::test {
-namespace {
-
-std::string tree() {
-  const char* moved = std::getenv("MOESAIC_SOURCE_FOLDER");
-  return moved != nullptr ? moved : MOESAIC_SOURCE_DIR;
-}
-
-}  // namespace
-
-std::string bundled_model(const std::string& name) { return tree() + "/testdata/models/" + name; }
-
-std::string extra_model(const std::string& name) {
-  const char* root = std::getenv("MOESAIC_EXTRA_MODELS");
-  return (root != nullptr ? root : tree() + "/../shared/models") + "/" + name;
-}
-
 std::vector<Golden> read_golden(const Checkpoint& checkpoint, const std::string& folder) {
   const TensorFile file = TensorFile::open(folder + "/golden.safetensors").value();
   std::vector<Golden> all;

@@ -5,13 +5,9 @@
 #include <vector>
 
 #include "moesaic/checkpoint.h"
+#include "support/source_folder.h"
 
 namespace moesaic::test {
-
-// A checkpoint of the tree, or a bigger one outside it: MOESAIC_EXTRA_MODELS names their folder,
-// else they are looked for beside the tree. MOESAIC_SOURCE_FOLDER says where the tree was moved to.
-std::string bundled_model(const std::string& name);
-std::string extra_model(const std::string& name);
 
 // How to run the checkpoints: the error bound is on relative L2 against the golden output.
 struct GoldenCase {

@@ -11,6 +11,7 @@
 #include "moesaic/device.h"
 #include "moesaic/device_tensor.h"
 #include "support/metrics.h"
+#include "support/source_folder.h"
 
 namespace moesaic {
 namespace {
@@ -86,10 +87,8 @@ TEST_F(NcclRanks, EveryCombinationEqualsOneGpu) {
 }
 
 TEST_F(NcclRanks, GoldenCheckpointsEqualOneGpu) {
-  const char* source = std::getenv("MOESAIC_SOURCE_FOLDER");
   for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
-    const std::string folder =
-        std::string(source != nullptr ? source : MOESAIC_SOURCE_DIR) + "/testdata/models/" + model;
+    const std::string folder = test::bundled_model(model);
     const Checkpoint checkpoint = Checkpoint::open(folder).value();
     const MoeLayerSpec spec = checkpoint.layers().front();
     const Tensor x = TensorFile::open(folder + "/golden.safetensors")

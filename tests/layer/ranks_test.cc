@@ -12,6 +12,7 @@
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
+#include "support/source_folder.h"
 
 namespace moesaic {
 namespace {
@@ -127,7 +128,7 @@ TEST(RankedLayer, RandomShapesAndUnevenTokensEqualOneRank) {
 // With 8 ranks, as processes: mpi_matrix.cc.
 TEST(RankedLayer, GoldenCheckpointsOnFourRanksEqualOneRank) {
   for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
-    const std::string folder = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + model;
+    const std::string folder = test::bundled_model(model);
     const Checkpoint checkpoint = Checkpoint::open(folder).value();
     for (const char* quant : {"f32", "as-is", "fp8-bf16"}) {
       const RankProblem problem = test::checkpoint_problem(checkpoint, folder, quant, 21);

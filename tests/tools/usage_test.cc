@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "rank_cli.h"
+#include "support/source_folder.h"
 #include "verbs.h"
 
 namespace moesaic::tool {
@@ -167,7 +168,7 @@ int inspect(const std::string& folder) {
 }
 
 TEST(Inspect, ALayerThatCannotBeLoadedIsAnError) {
-  const std::string model = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-qwen3-moe";
+  const std::string model = test::bundled_model("mini-qwen3-moe");
   EXPECT_EQ(inspect(model), kExitOk);
   const fs::path copy =
       fs::temp_directory_path() / ("moesaic-inspect-" + std::to_string(::getpid()));
