@@ -1,11 +1,14 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/container_support.h"
 #include "core/nearest_name.h"
+#include "support/refusal.h"
 
 namespace moesaic::test {
 namespace {
@@ -57,6 +60,32 @@ TEST(JsonDocument, RefusesWithReason) {
   EXPECT_EQ(mismatch(parse_json(std::string(1001, ' ')).status(), StatusCode::kLimitExceeded,
                      {"got 1001", "at most 1000"}),
             "");
+}
+
+// In the text's order, with no search among the members: of so many it would take minutes.
+TEST(JsonDocument, OrderedMembersAreAppended) {
+  constexpr int kMembers = 150000;
+  std::string text = R"({"b":{"z":1,"a":[true,{}]},"long_names_of_modules":{)";
+  for (int i = 0; i < kMembers; ++i) {
+    text += fmt::format("{}\"model.layers.{}.mlp.experts.up_proj\":{}", i > 0 ? "," : "", i, i);
+  }
+  text += R"(},"a":-0.5})";
+  const auto start = std::chrono::steady_clock::now();
+  const auto json =
+      checkpoint::parse_ordered_json_document("x.json", text, {std::size_t{1} << 24, 8});
+  nlohmann::ordered_json made = nlohmann::ordered_json::object();
+  for (int i = 0; i < kMembers; ++i) {
+    checkpoint::append_member(&made, fmt::format("a module with the number {}", i), i);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  ASSERT_TRUE(json.ok()) << json.status().to_string();
+  EXPECT_EQ(json->dump(), text);
+  EXPECT_EQ(made.size(), static_cast<std::size_t>(kMembers));
+  EXPECT_EQ(made.back(), kMembers - 1);
+  for (const char* twice : {R"({"a":1,"b":2,"a":3})", R"([{"b":{"x":{},"x":{}}}])"}) {
+    expect_refusal(checkpoint::parse_ordered_json_document("x.json", twice, {99, 8}).status(),
+                   StatusCode::kCorruptFile, {"x.json: duplicate key"});
+  }
 }
 
 TEST(Utf8, FindsTheFirstBadByte) {

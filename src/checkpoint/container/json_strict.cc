@@ -2,9 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <type_traits>
+#include <utility>
 
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/names.h"
@@ -72,7 +75,9 @@ class SaxAdapter final : public nlohmann::json_sax<nlohmann::json> {
   Status status_;
 };
 
-// Builds a document; the stack points into it.
+// Builds a document; the stack points into it. Keys of nlohmann::json are searched, those of
+// ordered_json appended: a search there looks at all of them.
+template <class Json>
 class DocumentBuilder final : public JsonEvents {
  public:
   bool on_null() override { return add(nullptr); }
@@ -83,30 +88,33 @@ class DocumentBuilder final : public JsonEvents {
   bool on_string(std::string_view value) override { return add(std::string(value)); }
   bool on_key(std::string_view key) override {
     key_ = key;
-    if (!stack_.back()->contains(key_)) return true;
-    duplicate_ = key_;
-    has_duplicate_ = true;
-    return false;
+    if constexpr (kOrdered) return true;
+    return !stack_.back()->contains(key_) || fail(key_);
   }
-  bool on_start_object() override { return add(nlohmann::json::object()); }
-  bool on_end_object() override { return pop(); }
-  bool on_start_array() override { return add(nlohmann::json::array()); }
+  bool on_start_object() override { return add(Json::object()); }
+  bool on_end_object() override { return has_new_keys(*stack_.back()) && pop(); }
+  bool on_start_array() override { return add(Json::array()); }
   bool on_end_array() override { return pop(); }
 
   bool has_duplicate() const { return has_duplicate_; }
   const std::string& duplicate() const { return duplicate_; }
-  nlohmann::json take() { return std::move(root_); }
+  Json take() { return std::move(root_); }
 
  private:
-  bool add(nlohmann::json value) {
-    nlohmann::json* place = &root_;
+  static constexpr bool kOrdered = std::is_same_v<Json, nlohmann::ordered_json>;
+
+  bool add(Json value) {
+    Json* place = &root_;
     if (!stack_.empty()) {
-      nlohmann::json& parent = *stack_.back();
-      if (parent.is_object()) {
-        place = &parent[key_];
-      } else {
+      Json& parent = *stack_.back();
+      if (!parent.is_object()) {
         parent.push_back(nullptr);
         place = &parent.back();
+      } else if constexpr (kOrdered) {
+        append_member(&parent, key_, nullptr);
+        place = &parent.template get_ref<typename Json::object_t&>().back().second;
+      } else {
+        place = &parent[key_];
       }
     }
     *place = std::move(value);
@@ -117,14 +125,46 @@ class DocumentBuilder final : public JsonEvents {
     stack_.pop_back();
     return true;
   }
+  bool fail(std::string_view duplicate) {
+    duplicate_ = duplicate;
+    has_duplicate_ = true;
+    return false;
+  }
+  // Of a whole object whose keys were appended.
+  bool has_new_keys(const Json& object) {
+    if constexpr (kOrdered) {
+      std::vector<std::string_view> keys;
+      for (const auto& [key, value] : object.template get_ref<const typename Json::object_t&>()) {
+        keys.push_back(key);
+      }
+      std::sort(keys.begin(), keys.end());
+      const auto twice = std::adjacent_find(keys.begin(), keys.end());
+      if (twice != keys.end()) return fail(*twice);
+    }
+    return true;
+  }
 
-  nlohmann::json root_;
+  Json root_;
   // Open containers; a parent does not grow while a child is open.
-  std::vector<nlohmann::json*> stack_;
+  std::vector<Json*> stack_;
   std::string key_;
   std::string duplicate_;
   bool has_duplicate_ = false;
 };
+
+template <class Json>
+Result<Json> parse_document(std::string_view label, std::string_view text,
+                            const JsonLimits& limits) {
+  return guard_allocation(label, [&]() -> Result<Json> {
+    DocumentBuilder<Json> builder;
+    MOESAIC_RETURN_IF_ERROR(parse_json_events(label, text, limits, builder));
+    if (builder.has_duplicate()) {
+      return Status(StatusCode::kCorruptFile,
+                    fmt::format("{}: duplicate key {}", label, quote_name(builder.duplicate())));
+    }
+    return builder.take();
+  });
+}
 
 // Length of the well-formed sequence that starts with a byte >= 0x80, or 0 (table 3-7 of the
 // Unicode standard).
@@ -206,15 +246,18 @@ Status parse_json_events(std::string_view label, std::string_view text, const Js
 
 Result<nlohmann::json> parse_json_document(std::string_view label, std::string_view text,
                                            const JsonLimits& limits) {
-  return guard_allocation(label, [&]() -> Result<nlohmann::json> {
-    DocumentBuilder builder;
-    MOESAIC_RETURN_IF_ERROR(parse_json_events(label, text, limits, builder));
-    if (builder.has_duplicate()) {
-      return Status(StatusCode::kCorruptFile,
-                    fmt::format("{}: duplicate key {}", label, quote_name(builder.duplicate())));
-    }
-    return builder.take();
-  });
+  return parse_document<nlohmann::json>(label, text, limits);
+}
+
+Result<nlohmann::ordered_json> parse_ordered_json_document(std::string_view label,
+                                                           std::string_view text,
+                                                           const JsonLimits& limits) {
+  return parse_document<nlohmann::ordered_json>(label, text, limits);
+}
+
+void append_member(nlohmann::ordered_json* object, std::string key, nlohmann::ordered_json value) {
+  object->get_ref<nlohmann::ordered_json::object_t&>().emplace_back(std::move(key),
+                                                                    std::move(value));
 }
 
 bool UnknownJson::start_object() {

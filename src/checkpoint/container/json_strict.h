@@ -51,6 +51,15 @@ Status parse_json_events(std::string_view label, std::string_view text, const Js
 Result<nlohmann::json> parse_json_document(std::string_view label, std::string_view text,
                                            const JsonLimits& limits);
 
+// The same with the members of every object as they stand in the text. O(bytes), but to find a member
+// of such an object by its name looks at all of them.
+Result<nlohmann::ordered_json> parse_ordered_json_document(std::string_view label,
+                                                           std::string_view text,
+                                                           const JsonLimits& limits);
+
+// Puts a member at the end of an object that has none of this name, without a search for it.
+void append_member(nlohmann::ordered_json* object, std::string key, nlohmann::ordered_json value);
+
 // Members that a format does not know are skipped, but duplicate keys among them are still refused.
 // Feed it every event from the start of the unknown value on, until done().
 class UnknownJson {

@@ -14,6 +14,7 @@
 #include "checkpoint/config/language_model.h"
 #include "checkpoint/config/module_patterns.h"
 #include "checkpoint/config/python_constants.h"
+#include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
@@ -26,8 +27,15 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kModelOpt = "modelopt";
 constexpr std::array<const char*, 2> kDescriptions = {"quantization_config", "compression_config"};
 
-Json parse_config(std::string_view text) {
-  return Json::parse(quote_python_constants(text), nullptr, /*allow_exceptions=*/false);
+Result<Json> parse_object(std::string_view label, std::string_view text) {
+  MOESAIC_ASSIGN_OR_RETURN(
+      Json json, parse_ordered_json_document(label, text, {kMaxConfigBytes, kMaxConfigDepth}));
+  if (json.is_object()) return json;
+  return Status(StatusCode::kCorruptFile, fmt::format("{}: not a JSON object", label));
+}
+
+Result<Json> parse_config(std::string_view text) {
+  return parse_object("config.json", quote_python_constants(text));
 }
 
 std::string method_of(const Json& description) {
@@ -83,8 +91,8 @@ Result<Json> stated_in_side_file(const std::string& directory) {
     std::error_code error;
     if (!std::filesystem::exists(path, error)) continue;
     MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigBytes));
-    Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (json.is_object() && method == kModelOpt) json = Json(json["quantization"]);
+    MOESAIC_ASSIGN_OR_RETURN(Json json, parse_object(path, text));
+    if (method == kModelOpt) json = Json(json["quantization"]);
     if (!json.is_object()) {
       return Status(StatusCode::kCorruptFile, fmt::format("{}: need an object", path));
     }
@@ -255,10 +263,7 @@ bool states_cache(const Json& json) {
 
 Result<SourceQuantization> read_source_quantization(const std::string& directory,
                                                     std::string_view config) {
-  const Json whole = parse_config(config);
-  if (!whole.is_object()) {
-    return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
-  }
+  MOESAIC_ASSIGN_OR_RETURN(const Json whole, parse_config(config));
   SourceQuantization source;
   source.json = stated_in_config(whole);
   if (source.json.is_null()) {
@@ -316,8 +321,7 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
 }
 
 Result<std::string> converted_config(std::string_view config, const Json& quantization) {
-  Json json = parse_config(config);
-  if (!json.is_object()) return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
+  MOESAIC_ASSIGN_OR_RETURN(Json json, parse_config(config));
   for (Json* holder : holders(&json)) {
     for (const char* key : kDescriptions) holder->erase(key);
   }

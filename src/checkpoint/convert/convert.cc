@@ -16,6 +16,7 @@
 #include "checkpoint/config/config.h"
 #include "checkpoint/container/gguf.h"
 #include "checkpoint/container/guard.h"
+#include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/safetensors_stream.h"
@@ -150,11 +151,12 @@ class Converter {
     std::int64_t total = 0;
     for (const checkpoint::PlannedShard& shard : plan_.shards) {
       for (const checkpoint::TensorSpec& t : shard.tensors) {
-        map[t.name] = shard.file;
+        checkpoint::append_member(&map, t.name, shard.file);
         total += contiguous_bytes(t.dtype, t.shape).value();
       }
     }
-    return Json({{"metadata", {{"total_size", total}}}, {"weight_map", map}}).dump(2) + "\n";
+    return Json({{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}}).dump(2) +
+           "\n";
   }
 
   std::string record_text(const std::vector<std::string>& files) const {
