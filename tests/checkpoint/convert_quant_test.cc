@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/config/config.h"
 #include "checkpoint/config/quant_config.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/shards.h"
@@ -275,6 +276,13 @@ TEST(ConvertDescription, InsideWrappers) {
 
 using Json = nlohmann::ordered_json;
 
+// Said before anything is written.
+TEST(ConvertDescription, ATooLargeOneIsNotWritten) {
+  const Json large = {{"new", std::string(checkpoint::kMaxConfigBytes, 'x')}};
+  expect_refusal(checkpoint::converted_config(R"({"model_type":"x"})", large).status(),
+                 StatusCode::kLimitExceeded, {"config.json of the result", "32000000"});
+}
+
 checkpoint::SourceQuantization described(const char* quant) {
   checkpoint::SourceQuantization source;
   source.json = Json::parse(quant);
@@ -390,6 +398,36 @@ TEST(ConvertDescription, GroupsOfCompressedTensorsDoNotOverlap) {
   contradiction.quantized.push_back("model.layers.3.mlp.gate");
   expect_refusal(checkpoint::describe_conversion(source, contradiction).status(),
                  StatusCode::kAmbiguousFormat, {"model.layers.3.mlp.gate", "leaves it out"});
+}
+
+// Of converted experts nothing is left in the description of the others, which may name each one.
+TEST(ConvertDescription, EntriesOfConvertedExpertsGo) {
+  const auto description = [](const char* layers) {
+    return described((R"({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+        "exclude_modules": ["model.layers.3.mlp.experts.7*", "model.layers.3.mlp.gate", "mtp*",
+                            "model.layers.4.mlp.experts.0.up_proj"], "quantized_layers": {)" +
+                      std::string(layers) + "}}")
+                         .c_str());
+  };
+  const auto others = [](const checkpoint::SourceQuantization& source) {
+    return checkpoint::describe_conversion(source, modules_of(checkpoint::ConvertFormat::kNvfp4))
+        .value()
+        .json["other_modules"]["quantization_config"];
+  };
+  Json made = others(description(R"(
+      "model.layers.3.mlp.experts.1.up_proj": {"quant_algo": "NVFP4"},
+      "model.layers.5.mlp.experts": {"quant_algo": "NVFP4"},
+      "model.layers.4.mlp.experts": {"quant_algo": "NVFP4"},
+      "model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"})"));
+  EXPECT_EQ(made["quantized_layers"].dump(),
+            R"({"model.layers.5.mlp.experts":{"quant_algo":"NVFP4"},)"
+            R"("model.layers.3.self_attn.q_proj":{"quant_algo":"FP8"}})");
+  EXPECT_EQ(made["exclude_modules"], Json::array({"model.layers.3.mlp.gate", "mtp*"}));
+  // One of them says that there is a list, which an empty one would not.
+  made = others(description(R"("model.layers.3.mlp.experts.1.up_proj": {"quant_algo": "NVFP4"},
+                               "model.layers.4.mlp.experts": {"quant_algo": "NVFP4"})"));
+  EXPECT_EQ(made["quantized_layers"].size(), 1U);
+  EXPECT_TRUE(parsed(made).quantized());
 }
 
 TEST(ConvertDescription, TwoMethodsAreTwoParts) {

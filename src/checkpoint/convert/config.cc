@@ -17,6 +17,7 @@
 #include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
+#include "checkpoint/convert/other_entries.h"
 #include "core/fault.h"
 
 namespace moesaic::checkpoint {
@@ -245,12 +246,13 @@ Result<Json> merged_groups(const SourceQuantization& source, const ConvertedModu
 }
 
 Json parts(const SourceQuantization& source, const ConvertedModules& modules) {
-  Json experts = Json::array();
+  std::vector<std::string> experts;
   for (const ConvertedModules::Experts& e : modules.experts) experts.push_back(e.module);
+  Json others = without_entries_of(source.json, experts);
   return {{kExpertsPart,
            {{"modules", std::move(experts)},
             {"quantization_config", quantization_config(modules.format, {}, modules.own_mxfp4)}}},
-          {kOthersPart, {{"quantization_config", source.json}}}};
+          {kOthersPart, {{"quantization_config", std::move(others)}}}};
 }
 
 bool states_cache(const Json& json) {
@@ -326,7 +328,14 @@ Result<std::string> converted_config(std::string_view config, const Json& quanti
     for (const char* key : kDescriptions) holder->erase(key);
   }
   json[kDescriptions[0]] = quantization;
-  return unquote_python_constants(json.dump(2)) + "\n";
+  const std::string text = json.dump(2);
+  if (text.size() > kMaxConfigBytes && !MOESAIC_FAULT(convert_writes_any_config)) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("convert: config.json of the result would have {} bytes, and at most "
+                              "{} are read: need a shorter config.json",
+                              text.size(), kMaxConfigBytes));
+  }
+  return unquote_python_constants(text) + "\n";
 }
 
 }  // namespace moesaic::checkpoint

@@ -52,7 +52,8 @@ struct ConvertedQuantization {
 Result<ConvertedQuantization> describe_conversion(const SourceQuantization& source,
                                                   const ConvertedModules& modules);
 
-// The whole config.json with that description in place of the source's.
+// The whole config.json with that description in place of the source's. kLimitExceeded when it would
+// be too large to be read.
 Result<std::string> converted_config(std::string_view config,
                                      const nlohmann::ordered_json& quantization);
 
