@@ -85,8 +85,9 @@ def descriptions(c):
     mixed("number", {"x": 3}, CORRUPT, ["x: got 3", "an object"])
     mixed("null", {"x": None}, ARGUMENT, ['"x": got null'])
     mixed("no_algo", {"x": {}}, CORRUPT, ['"x": quant_algo: missing'])
-    mixed("awq", {"a": {"quant_algo": "FP8"}, "x": {"quant_algo": "W4A8_AWQ"}}, UNSUPPORTED, ['"x": quant_algo', "W4A8_AWQ"])
-    mixed("nested", {"x": {"quant_algo": "MIXED_PRECISION"}}, UNSUPPORTED, ['"x": quant_algo', "MIXED_PRECISION"])
+    mixed("algo_number", {"x": {"quant_algo": 8}}, CORRUPT, ['"x": quant_algo: got 8', "a string"])
+    # Of a module that is not read.
+    bad("opt_mixed_elsewhere", dict(OPT, quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}, "lm_head": {"quant_algo": "W4A8_AWQ"}}), "ok", [])
     mixed("group", {"x": {"quant_algo": "NVFP4", "group_size": 32}}, ARGUMENT, ['"x": group_size', "32", "16"])
     for algo in ("INT4_AWQ", "W4A8_AWQ", "NVFP4_AWQ", ""):
         bad("opt_algo_" + (algo or "blank"), dict(OPT, quant_algo=algo), UNSUPPORTED, ["quant_algo", '"%s"' % algo])

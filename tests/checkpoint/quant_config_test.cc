@@ -363,6 +363,56 @@ TEST(QuantConfigFormats, MixedPrecisionIsPerModule) {
   EXPECT_EQ(experts(9)->stored, StoredFormat::kPlain);
 }
 
+// Of several names that a module lies in the innermost counts, and an algorithm that is not read
+// concerns the modules that it is listed for.
+TEST(QuantConfigFormats, MixedPrecisionMayHaveOtherAlgorithmsElsewhere) {
+  const auto parse = [](Json listed) {
+    return parse_quant({{"quant_method", "modelopt"},
+                        {"quant_algo", "MIXED_PRECISION"},
+                        {"ignore", {"model.layers.4*"}},
+                        {"quantized_layers", std::move(listed)}});
+  };
+  const auto algorithm = [](const char* name) { return Json{{"quant_algo", name}}; };
+  const checkpoint::QuantConfig quant =
+      parse({{"a.lm_head", algorithm("W4A8_AWQ")},
+             {"model", algorithm("FP8")},
+             {"model.layers.1.mlp.experts", algorithm("NVFP4")},
+             {"model.layers.2.mlp", algorithm("INT4_AWQ")},
+             {"model.layers.2.mlp.shared_expert", algorithm("FP8")},
+             {"model.layers.3.mlp.experts.5", algorithm("W4A8_AWQ")},
+             {"model.layers.4", algorithm("W4A8_AWQ")},
+             {"model.visual", algorithm("W8A8_SQ")}})
+          .value();
+  constexpr std::array<std::string_view, 2> kLeaves = {"up_proj", "down_proj"};
+  const auto experts = [&](int layer) {
+    return checkpoint::experts_format(
+        quant, "model.layers." + std::to_string(layer) + ".mlp.experts", 8, kLeaves);
+  };
+  using checkpoint::StoredFormat;
+  EXPECT_EQ(quant.linear.stored, StoredFormat::kFp8Tensor);
+  EXPECT_EQ(experts(0)->stored, StoredFormat::kFp8Tensor);
+  EXPECT_EQ(experts(1)->stored, StoredFormat::kNvfp4);
+  EXPECT_EQ(mismatch(experts(2).status(), StatusCode::kUnsupported,
+                     {"layers.2.mlp.experts.0.up_proj", "INT4_AWQ", "need FP8"}),
+            "");
+  EXPECT_EQ(mismatch(experts(3).status(), StatusCode::kUnsupported,
+                     {"layers.3.mlp.experts.5.up_proj", "W4A8_AWQ"}),
+            "");
+  EXPECT_EQ(experts(4)->stored, StoredFormat::kPlain);
+  const auto linear = [&](const char* name) {
+    return checkpoint::check_overrides(quant, std::string("model.layers.") + name);
+  };
+  EXPECT_TRUE(linear("2.mlp.shared_expert.up_proj").ok());
+  EXPECT_TRUE(linear("4.mlp.up_proj").ok());
+  EXPECT_EQ(mismatch(linear("2.mlp.shared.up_proj"), StatusCode::kUnsupported, {"INT4_AWQ"}), "");
+  // With nothing else, too.
+  const auto alone = parse({{"lm_head", algorithm("W4A8_AWQ")}});
+  EXPECT_TRUE(checkpoint::experts_format(*alone, "model.layers.0.mlp.experts", 8, kLeaves).ok());
+  Json many = Json::object();
+  for (int i = 0; i < 65; ++i) many[std::to_string(i)] = algorithm(std::to_string(i).c_str());
+  EXPECT_EQ(mismatch(parse(many).status(), StatusCode::kLimitExceeded, {"64", "algorithms"}), "");
+}
+
 TEST(QuantConfigFormats, LayersHaveAsManyExperts) {
   const auto sparse = [](const Json& method, const Json& counts) {
     Json quant = compressed({{"a", group({"Linear"}, 4)}}, Json::array());

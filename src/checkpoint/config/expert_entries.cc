@@ -73,7 +73,7 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
   narrow.only = quant.only;
   copy(quant.rule, quant.skips, &narrow.skips);
   for (const QuantGroup& group : quant.groups) {
-    narrow.groups.push_back({group.name, group.format, {}});
+    narrow.groups.push_back({group.name, group.format, {}, group.unread});
     copy(target_rule(quant.rule), group.targets, &narrow.groups.back().targets);
   }
   std::copy_if(quant.overrides.begin(), quant.overrides.end(), std::back_inserter(narrow.overrides),

@@ -151,6 +151,15 @@ Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
   return kept.empty();
 }
 
+// Of a module that no skip entry names.
+Status check_group(const QuantConfig& quant, std::string_view module) {
+  const QuantGroup* group = group_of(quant, module);
+  if (group == nullptr || group->unread.empty() || MOESAIC_FAULT(checkpoint_unread_is_plain)) {
+    return {};
+  }
+  return unsupported(fmt::format("quantization_config: {}: {}", module, group->unread));
+}
+
 Status check_override(const QuantConfig& quant, const QuantOverride& entry,
                       std::string_view module) {
   if (!regex_hits(entry.pattern, module)) return {};
@@ -211,8 +220,8 @@ bool skips_module(const QuantConfig& quant, std::string_view module) {
          });
 }
 
-// Names before patterns, patterns before the class; of several patterns the alphabetically first,
-// whatever the groups' order.
+// Names before patterns, patterns before the class; of several names that the module lies in the
+// innermost, of several patterns the alphabetically first, whatever the groups' order.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
   for (const int round : {0, 1, 2}) {
     const QuantGroup* found = nullptr;
@@ -220,7 +229,10 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
     for (const QuantGroup& group : quant.groups) {
       for (const std::string& target : group.targets) {
         const int kind = target == "Linear" ? 2 : target.starts_with("re:") ? 1 : 0;
-        const bool later = found != nullptr && target >= first;
+        const bool later =
+            found != nullptr && (round == 0 && !MOESAIC_FAULT(checkpoint_shortest_name_counts)
+                                     ? target.size() <= first.size()
+                                     : target >= first);
         if (kind != round || later || !entry_matches(target_rule(quant.rule), target, module)) {
           continue;
         }
@@ -250,7 +262,7 @@ Status check_overrides(const QuantConfig& whole, std::string_view module) {
   for (const QuantOverride& entry : quant.overrides) {
     MOESAIC_RETURN_IF_ERROR(check_override(quant, entry, module));
   }
-  return {};
+  return skips_module(quant, module) ? Status() : check_group(quant, module);
 }
 
 LinearFormat module_format(const QuantConfig& whole, std::string_view module) {
@@ -287,6 +299,7 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
   for (const std::int64_t e : telling_experts(narrow, experts, num_experts)) {
     for (const std::string_view projection : projections) {
       const std::string name = fmt::format("{}.{}.{}", experts, e, projection);
+      MOESAIC_RETURN_IF_ERROR(check_group(narrow, name));
       const LinearFormat format = module_format(narrow, name);
       if (first_name.empty()) {
         first_name = name;

@@ -38,6 +38,7 @@ struct QuantGroup {
   std::string name;  // its key in config_groups, or the algorithm
   LinearFormat format;
   std::vector<std::string> targets;
+  std::string unread;  // why the format is none that is read; empty: it is one
   bool operator==(const QuantGroup&) const = default;
 };
 
@@ -100,8 +101,8 @@ bool same_quantisation(QuantConfig a, QuantConfig b);
 // `quant` itself.
 const QuantConfig& description_of(const QuantConfig& quant, std::string_view module);
 
-// The group that targets the module: by its name, else by a pattern, else by the class of all
-// linears; null when there is none. Skip lists are not looked at.
+// The group that targets the module: by its name, or the longest that it begins with, else by a
+// pattern, else by the class of all linears; null when there is none. Skip lists are not looked at.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 
 // Whether the module is quantised for being a linear and for nothing else: all are (bitsandbytes), or
@@ -111,8 +112,9 @@ bool is_quantised_as_linear(const QuantConfig& quant, std::string_view module);
 // Whether a skip entry names this module or one that contains it, or `only` names neither.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 
-// kUnsupported for a module that an override makes different, kAmbiguousFormat for one that an
-// override and a skip entry match: the first in the file counts for others, and that is not kept.
+// kUnsupported for a module that an override makes different or whose group's format is not read,
+// kAmbiguousFormat for one that an override and a skip entry match: the first in the file counts for
+// others, and that is not kept.
 Status check_overrides(const QuantConfig& quant, std::string_view module);
 
 // The format of one linear, whatever overrides say: plain when it is left out or no group targets it.

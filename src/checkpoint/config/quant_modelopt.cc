@@ -40,18 +40,25 @@ Result<std::string> algorithm_of(const ConfigFields& fields) {
                 fields.where() + ": quant_algo: missing, need the name of an algorithm");
 }
 
-// The format that the algorithm in `fields` means, with the group size beside it.
-Result<LinearFormat> read_format(const ConfigFields& fields) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::string name, algorithm_of(fields));
+const Algorithm* find_algorithm(const std::string& name) {
   const auto* const found =
       std::find_if(kAlgorithms.begin(), kAlgorithms.end(),
                    [&](const Algorithm& a) { return a.name == lower_case(name); });
-  if (found == kAlgorithms.end()) {
-    return fields.unsupported(
-        fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, "
-                    "W4A16_NVFP4, MXFP8, W4A8_MXFP4_FP8, or for the whole model MIXED_PRECISION",
-                    quote_name(name)));
-  }
+  return found == kAlgorithms.end() ? nullptr : found;
+}
+
+std::string unknown_algorithm(const std::string& name) {
+  return fmt::format(
+      "quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, "
+      "W4A16_NVFP4, MXFP8, W4A8_MXFP4_FP8, or for the whole model MIXED_PRECISION",
+      quote_name(name));
+}
+
+// The format that the algorithm in `fields` means, with the group size beside it.
+Result<LinearFormat> read_format(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::string name, algorithm_of(fields));
+  const Algorithm* const found = find_algorithm(name);
+  if (found == nullptr) return fields.unsupported(unknown_algorithm(name));
   LinearFormat format;
   format.names = NameStyle::kModelOpt;
   format.stored = found->stored;
@@ -81,8 +88,18 @@ void drop_name_mark(std::string* entry) {
   *entry = name + std::string(wildcard);
 }
 
+// Names of algorithms that nobody knows are kept apart, each compared with all before it.
+constexpr std::size_t kMaxAlgorithms = 64;
+Status too_many_algorithms(const ConfigFields& fields) {
+  return {StatusCode::kLimitExceeded,
+          fmt::format("{}: quantized_layers: got more than {} algorithms and group sizes, need at "
+                      "most {}",
+                      fields.where(), kMaxAlgorithms, kMaxAlgorithms)};
+}
+
 // MIXED_PRECISION: every module that is quantised with its algorithm, one linear each or all
-// experts of a layer; a group for each format. Modules that are not listed are not quantised.
+// experts of a layer; a group for each format. Modules that are not listed are not quantised. One
+// whose algorithm is not read may be a module that nobody reads (lm_head, a tower of images).
 Status read_layers(const ConfigFields& fields, QuantConfig* quant) {
   constexpr std::string_view kField = "quantized_layers";
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* layers, fields.object(kField));
@@ -99,19 +116,28 @@ Status read_layers(const ConfigFields& fields, QuantConfig* quant) {
       return entries.bad_value(quote_name(key), value.dump(), "a module's name and its algorithm");
     }
     const ConfigFields layer(*entry, fmt::format("{}: {}", entries.where(), quote_name(key)));
-    MOESAIC_ASSIGN_OR_RETURN(const LinearFormat format, read_format(layer));
+    QuantGroup made;
+    MOESAIC_ASSIGN_OR_RETURN(made.name, algorithm_of(layer));
+    if (find_algorithm(made.name) == nullptr) {
+      made.unread = unknown_algorithm(made.name);
+    } else {
+      MOESAIC_ASSIGN_OR_RETURN(made.format, read_format(layer));
+    }
     auto group = std::find_if(quant->groups.begin(), quant->groups.end(), [&](const QuantGroup& g) {
-      return g.format == format || MOESAIC_FAULT(checkpoint_mixed_is_one_format);
+      return (g.format == made.format && g.unread == made.unread) ||
+             MOESAIC_FAULT(checkpoint_mixed_is_one_format);
     });
     if (group == quant->groups.end()) {
-      MOESAIC_ASSIGN_OR_RETURN(std::string name, algorithm_of(layer));
-      quant->groups.push_back(QuantGroup{std::move(name), format, {}});
+      if (quant->groups.size() == kMaxAlgorithms) return too_many_algorithms(fields);
+      quant->groups.push_back(std::move(made));
       group = quant->groups.end() - 1;
     }
     group->targets.push_back(key);
     drop_name_mark(&group->targets.back());
   }
-  quant->linear = quant->groups.front().format;
+  const auto read = std::find_if(quant->groups.begin(), quant->groups.end(),
+                                 [](const QuantGroup& g) { return g.unread.empty(); });
+  if (read != quant->groups.end()) quant->linear = read->format;
   return {};
 }
 
