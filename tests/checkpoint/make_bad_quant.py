@@ -234,8 +234,9 @@ def layers(c):
                                                  lambda rng, n, m: q.gptq(rng, n, m), lambda t: None, code, keys)
     auto("bits", {UP: {"bits": 8}}, UNSUPPORTED, ["extra_config", UP, '"bits": got 8, need 4'])
     auto("search", {"experts\\.[01]\\.up": {"group_size": 64}}, UNSUPPORTED, ["extra_config", first + "up_proj", '"group_size": got 64, need 32'])
+    auto("part", {"mlp.experts": {"sym": False}}, UNSUPPORTED, ["extra_config", first + "gate_proj", '"sym": got false, need true'])
     auto("one_plain", {UP: {"bits": 16}}, UNSUPPORTED, ["left out", UP, "all or none"])
-    auto("elsewhere", {"lm_head": {"bits": 8}, "attn": {"bits": 16}, ".*attn.*": {"bits": 8}, UP[:-1]: {"bits": 8}, P + "gate": {"bits": 16, "data_type": "fp"},
+    auto("elsewhere", {"lm_head": {"bits": 8}, "attn": {"bits": 16}, ".*attn.*": {"bits": 8}, UP + "_x": {"bits": 8}, P + "gate": {"bits": 16, "data_type": "fp"},
                        UP: {"bits": 4, "data_type": "int", "sym": True}}, "ok", [])
     # compressed-tensors of other things than these linears: of the cache, of attention, of nothing at all
     plain = lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},)

@@ -252,7 +252,8 @@ TEST(QuantConfigFormats, ModelOptHasItsFileInside) {
             "");
 }
 
-// AutoRound packs as one of the two does; modules of 16 bits are left out, by name or expression.
+// AutoRound packs as one of the two does; modules of 16 bits are left out, by a part of their names or
+// an expression.
 TEST(QuantConfigFormats, AutoRoundHasAPacking) {
   const auto rounded = [](const Json& more) {
     Json quant = {{"quant_method", "auto-round"}, {"bits", 4}, {"group_size", 32}, {"sym", false}};
@@ -270,14 +271,24 @@ TEST(QuantConfigFormats, AutoRoundHasAPacking) {
   Json extra = awq;
   extra["extra_config"] = {{"shared_expert\\.", {{"bits", 16}}},
                            {"model.layers.0.mlp.gate", {{"bits", 32}}},
+                           {"layers.5.mlp.experts", {{"bits", 16}}},
+                           {"layers.6.mlp.experts", {{"sym", true}}},
                            {"model.layers.1.mlp.up_proj", {{"bits", 8}}}};
   const auto quant = rounded(extra);
   EXPECT_TRUE(checkpoint::skips_module(*quant, "model.layers.3.mlp.shared_expert.up_proj"));
   EXPECT_TRUE(checkpoint::skips_module(*quant, "model.layers.0.mlp.gate"));
-  for (const char* kept : {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.shared_experts"})
+  for (const char* kept : {"model.layers.1.mlp.gate", "model.layers.0.mlp.shared_experts"})
     EXPECT_FALSE(checkpoint::skips_module(*quant, kept)) << kept;
+  constexpr std::array<std::string_view, 2> kLeaves = {"up_proj", "down_proj"};
+  const auto experts = [&](const char* module) {
+    return checkpoint::experts_format(*quant, module, 4, kLeaves);
+  };
+  EXPECT_EQ(experts("model.layers.5.mlp.experts")->stored, checkpoint::StoredFormat::kPlain);
+  EXPECT_EQ(experts("model.layers.4.mlp.experts")->stored, checkpoint::StoredFormat::kAwq);
+  EXPECT_EQ(mismatch(experts("model.layers.6.mlp.experts").status(), StatusCode::kUnsupported,
+                     {"extra_config", "\"sym\": got true, need false"}),
+            "");
   EXPECT_TRUE(checkpoint::check_overrides(*quant, "model.layers.11.mlp.up_proj").ok());
-  EXPECT_TRUE(checkpoint::check_overrides(*quant, "model.layers.1.mlp.up_proj_x").ok());
   EXPECT_EQ(mismatch(checkpoint::check_overrides(*quant, "model.layers.1.mlp.up_proj"),
                      StatusCode::kUnsupported, {"extra_config", "got 8, need 4"}),
             "");

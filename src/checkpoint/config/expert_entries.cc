@@ -47,8 +47,9 @@ std::uint64_t regex_cost(std::string_view pattern) {
 }
 std::uint64_t entry_cost(NameRule rule, std::string_view entry) {
   if (rule == NameRule::kName) return 1;
-  if (rule != NameRule::kExactOrRegex) return entry.size() + 1;
-  return entry.starts_with("re:") ? regex_cost(entry.substr(3)) : 1;
+  const bool regexes = rule == NameRule::kExactOrRegex || rule == NameRule::kTextOrRegex;
+  if (regexes && entry.starts_with("re:")) return regex_cost(entry.substr(3));
+  return rule == NameRule::kExactOrRegex ? 1 : entry.size() + 1;
 }
 }  // namespace
 
@@ -59,6 +60,8 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
     if (rule == NameRule::kGlob)
       return can_match_experts(texts_of_glob(entry), experts, projections);
     if (rule == NameRule::kParts) return true;
+    if (rule == NameRule::kTextOrRegex && !entry.starts_with("re:"))
+      return can_match_experts({entry}, experts, projections);
     if (!entry.starts_with("re:")) return entry == "Linear" || entry.starts_with(experts);
     return can_match_experts(texts_of_regex(entry.substr(3)), experts, projections);
   };

@@ -66,6 +66,9 @@ bool entry_matches(NameRule rule, const std::string& entry, std::string_view mod
     case NameRule::kExactOrRegex:
       if (!entry.starts_with("re:")) return entry == module || entry == "Linear";
       return regex_hits(entry.substr(3), module);
+    case NameRule::kTextOrRegex:
+      return entry.starts_with("re:") ? regex_hits(entry.substr(3), module)
+                                      : module.find(entry) != std::string_view::npos;
     case NameRule::kGlob:
       return glob_matches(entry, std::string(module)) || is_within(module, entry);
     case NameRule::kName:
@@ -318,7 +321,9 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::span<const std::string_view> projections) {
   const bool none = quant.skips.empty() && quant.only.empty();
   if (none || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
-  if (any_matches(quant.rule, quant.skips, experts)) return true;
+  // A text or an expression that is searched for may hit this name and none of the linears'.
+  const bool searched = quant.rule == NameRule::kTextOrRegex;
+  if (!searched && any_matches(quant.rule, quant.skips, experts)) return true;
   if (quant.rule != NameRule::kParts || !quant.only.empty()) {
     return skips_each(quant, experts, num_experts, projections);
   }

@@ -49,17 +49,18 @@ Status refuse_other_steps(const ConfigFields& fields) {
   return {};
 }
 
-// Whether a key of extra_config is searched for as a regular expression; others are names.
+// A key of extra_config is searched for in names as a regular expression, unless it is one. Most are:
+// without its signs a key is a text, a whole name or a part of several ("mlp.experts").
 bool is_expression(std::string_view key) {
-  return key.find_first_of("*+?^$()[]{}|\\") != std::string_view::npos;
+  return key.find_first_of("*+?^$()[]{}|\\") != std::string_view::npos || key.starts_with("re:");
 }
 
 // As an expression that matches from a name's start.
 std::string pattern_of(std::string_view key) {
   if (is_expression(key)) return fmt::format(".*(?:{})", key);
-  std::string name;
-  for (const char c : key) name += c == '.' ? std::string("\\.") : std::string(1, c);
-  return name + "$";
+  std::string text = MOESAIC_FAULT(checkpoint_extra_config_has_whole_names) ? "" : ".*";
+  for (const char c : key) text += c == '.' ? std::string("\\.") : std::string(1, c);
+  return MOESAIC_FAULT(checkpoint_extra_config_has_whole_names) ? text + "$" : text;
 }
 
 // Modules that are described otherwise than the rest: left out, with 16 bits, or not supported
@@ -75,7 +76,7 @@ Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
     return fields.unsupported(
         fmt::format("{} beside modules_to_not_convert or dynamic, need one of them", kField));
   }
-  quant->rule = NameRule::kExactOrRegex;
+  quant->rule = NameRule::kTextOrRegex;
   const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kField));
   for (const auto& [key, value] : extra->items()) {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));

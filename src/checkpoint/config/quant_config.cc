@@ -181,7 +181,9 @@ Result<QuantConfig> parse_parts(const ConfigFields& fields) {
 Status check_patterns(const std::string& where, const QuantConfig& quant) {
   const auto check = [&](const std::vector<std::string>& entries, std::string_view list) -> Status {
     for (const std::string& entry : entries) {
-      if (quant.rule == NameRule::kExactOrRegex && entry.starts_with("re:")) {
+      const bool regexes =
+          quant.rule == NameRule::kExactOrRegex || quant.rule == NameRule::kTextOrRegex;
+      if (regexes && entry.starts_with("re:")) {
         MOESAIC_RETURN_IF_ERROR(
             regex_matches(fmt::format("{}: {}", where, list), entry.substr(3), "x").status());
       }

@@ -25,8 +25,9 @@ enum class NameRule : std::uint8_t {
   // "re:X": a regular expression that matches from the name's start; else the whole name, or the
   // class "Linear". compressed-tensors.
   kExactOrRegex,
-  kGlob,  // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
-  kName,  // the whole name, or a prefix of its dotted parts. ModelOpt's targets.
+  kTextOrRegex,  // "re:X", or a text that is somewhere in the module's name. AutoRound.
+  kGlob,         // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
+  kName,         // the whole name, or a prefix of its dotted parts. ModelOpt's targets.
 };
 constexpr NameRule target_rule(NameRule rule) {
   return rule == NameRule::kGlob ? NameRule::kName : rule;
