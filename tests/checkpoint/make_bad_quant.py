@@ -51,6 +51,8 @@ def descriptions(c):
     bad("awq_backend", dict(AWQ, backend="llm-awq"), UNSUPPORTED, ["backend", "llm-awq"])
     bad("awq_backend_usual", dict(AWQ, backend="autoawq"), "ok", [])
     bad("awq_aliases_differ", dict(AWQ, w_bit=8), AMBIGUOUS, ["bits", "w_bit"])
+    bad("awq_neither", dict(AWQ, zero_point=False, sym=False), AMBIGUOUS, ["zero_point is false", "sym"])
+    bad("awq_both", dict(AWQ, zero_point=True, sym=True), "ok", [])
     # AutoRound
     ar = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
     bad("auto_alone", without(ar, "packing_format"), "ok", [])
@@ -64,6 +66,11 @@ def descriptions(c):
     bad("auto_rotation", dict(ar, transform_config={"kind": "hadamard"}), UNSUPPORTED, ["transform_config"])
     bad("auto_gptq_zeros", dict(ar, sym=False), UNSUPPORTED, ["sym", "AWQ", "one less"])
     bad("auto_bits_3", dict(ar, bits=3), UNSUPPORTED, ["bits", "got 3"])
+    ar_awq = dict(ar, packing_format="auto_round:auto_awq")
+    bad("auto_both", dict(ar_awq, zero_point=True), AMBIGUOUS, ["sym is true", "zero_point"])
+    bad("auto_both_unsaid", dict(without(ar_awq, "sym"), zero_point=True), AMBIGUOUS, ["sym is true", "zero_point"])
+    bad("auto_neither", dict(ar_awq, sym=False, zero_point=False), AMBIGUOUS, ["sym", "zero_point"])
+    bad("auto_one", dict(ar_awq, sym=False, zero_point=True), "ok", [])
     bad("auto_extra_list", dict(ar, extra_config=["x"]), CORRUPT, ["extra_config", "an object"])
     bad("auto_extra_number", dict(ar, extra_config={"x": 16}), CORRUPT, ["extra_config", "x: got 16", "an object"])
     bad("auto_extra_regex", dict(ar, extra_config={"x(": {"bits": 16}}), UNSUPPORTED, ["regular expression", "malformed"])
@@ -232,6 +239,11 @@ def layers(c):
     dyn("as_the_rest", {"+:.*experts.*": {"bits": 4, "group_size": 32}, "+:.*up_proj": {}, "+:.*down_proj": None}, "ok", [])
     auto = lambda name, extra, code, keys: layer("auto_extra_" + name, dict(quant_method="auto-round", bits=4, group_size=32, sym=True, extra_config=extra),
                                                  lambda rng, n, m: q.gptq(rng, n, m), lambda t: None, code, keys)
+    of_gptq = lambda name, extra, code, keys: layer("gptq_extra_" + name, dict(GPTQ, extra_config=extra), lambda rng, n, m: q.gptq(rng, n, m),
+                                                    lambda t: None, code, keys)
+    of_gptq("bits", {"mlp.experts": {"bits": 8}}, UNSUPPORTED, ["extra_config", first, '"bits": got 8, need 4'])
+    of_gptq("plain", {UP: {"bits": 16}}, UNSUPPORTED, ["extra_config", UP, '"bits": got 16, need 4'])
+    of_gptq("elsewhere", {"lm_head": {"bits": 16}, UP: {"bits": 4, "data_type": "int"}}, "ok", [])
     auto("bits", {UP: {"bits": 8}}, UNSUPPORTED, ["extra_config", UP, '"bits": got 8, need 4'])
     auto("search", {"experts\\.[01]\\.up": {"group_size": 64}}, UNSUPPORTED, ["extra_config", first + "up_proj", '"group_size": got 64, need 32'])
     auto("part", {"mlp.experts": {"sym": False}}, UNSUPPORTED, ["extra_config", first + "gate_proj", '"sym": got false, need true'])

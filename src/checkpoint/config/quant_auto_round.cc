@@ -63,21 +63,37 @@ std::string pattern_of(std::string_view key) {
   return MOESAIC_FAULT(checkpoint_extra_config_has_whole_names) ? text + "$" : text;
 }
 
+constexpr std::string_view kExtraConfig = "extra_config";
+
+// Its entries; null: none.
+Result<const nlohmann::json*> extra_entries(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* extra, fields.object(kExtraConfig));
+  if (extra == nullptr || extra->empty() || MOESAIC_FAULT(checkpoint_extra_config_is_ignored)) {
+    return nullptr;
+  }
+  MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, kExtraConfig, extra->size()));
+  return extra;
+}
+
+// The description of a module, in what it differs from the rest.
+QuantOverride override_of(const ConfigFields& fields, const std::string& key,
+                          nlohmann::json values) {
+  const auto type = values.find("data_type");
+  if (type != values.end() && *type == std::string(kIntegers)) values.erase(type);
+  return {key, pattern_of(key), fields.difference_of(values), kExtraConfig};
+}
+
 // Modules that are described otherwise than the rest: left out, with 16 bits, or not supported
 // where they are experts.
 Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
-  constexpr std::string_view kField = "extra_config";
-  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* extra, fields.object(kField));
-  if (extra == nullptr || extra->empty() || MOESAIC_FAULT(checkpoint_extra_config_is_ignored)) {
-    return {};
-  }
-  MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, kField, extra->size()));
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* extra, extra_entries(fields));
+  if (extra == nullptr) return {};
   if (!quant->skips.empty() || !quant->overrides.empty()) {
     return fields.unsupported(
-        fmt::format("{} beside modules_to_not_convert or dynamic, need one of them", kField));
+        fmt::format("{} beside modules_to_not_convert or dynamic, need one of them", kExtraConfig));
   }
   quant->rule = NameRule::kTextOrRegex;
-  const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kField));
+  const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kExtraConfig));
   for (const auto& [key, value] : extra->items()) {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
     if (values == nullptr) continue;
@@ -87,15 +103,32 @@ Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
       quant->skips.push_back(is_expression(key) ? "re:" + pattern_of(key) : key);
       continue;
     }
-    nlohmann::json rest = *values;
-    const auto type = rest.find("data_type");
-    if (type != rest.end() && *type == std::string(kIntegers)) rest.erase(type);
-    quant->overrides.push_back({key, pattern_of(key), fields.difference_of(rest), kField});
+    quant->overrides.push_back(override_of(fields, key, *values));
   }
   return {};
 }
 
+// Whether zero points are stored is said twice, and AutoRound's own word is the first.
+Status check_zero_point(const ConfigFields& fields, bool symmetric) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto zero_point, fields.boolean("zero_point"));
+  if (!zero_point || *zero_point != symmetric || MOESAIC_FAULT(checkpoint_sym_wins)) return {};
+  return {StatusCode::kAmbiguousFormat,
+          fmt::format("{}: sym is {}, and so is zero_point, need one of them true", fields.where(),
+                      symmetric)};
+}
+
 }  // namespace
+
+Status check_extra_config(const ConfigFields& fields, QuantConfig* quant) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* extra, extra_entries(fields));
+  if (extra == nullptr || MOESAIC_FAULT(checkpoint_foreign_extra_config)) return {};
+  const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kExtraConfig));
+  for (const auto& [key, value] : extra->items()) {
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
+    if (values != nullptr) quant->overrides.push_back(override_of(fields, key, *values));
+  }
+  return {};
+}
 
 Result<QuantConfig> parse_auto_round(const ConfigFields& fields) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string_view packing, read_packing(fields));
@@ -116,6 +149,7 @@ Result<QuantConfig> parse_auto_round(const ConfigFields& fields) {
     }
   } else {
     MOESAIC_ASSIGN_OR_RETURN(quant, parse_awq(fields));
+    MOESAIC_RETURN_IF_ERROR(check_zero_point(fields, symmetric.value_or(true)));
     quant.linear.zero_points = !symmetric.value_or(true);
   }
   MOESAIC_RETURN_IF_ERROR(read_extra(fields, &quant));

@@ -126,13 +126,20 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   return quant;
 }
 
+// GPTQ and AWQ, which AutoRound writes as well.
+Result<QuantConfig> parse_integers(const ConfigFields& fields, const std::string& method) {
+  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant,
+                           method == "gptq" ? parse_gptq(fields) : parse_awq(fields));
+  MOESAIC_RETURN_IF_ERROR(check_extra_config(fields, &quant));
+  return quant;
+}
+
 Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& method) {
   if (method == "fp8") return parse_fp8(fields);
   if (method == "mxfp4") return parse_mxfp4(fields);
   if (method == "mxfp8") return parse_mxfp8(fields);
   if (method == "compressed-tensors") return parse_compressed_tensors(fields);
-  if (method == "gptq") return parse_gptq(fields);
-  if (method == "awq") return parse_awq(fields);
+  if (method == "gptq" || method == "awq") return parse_integers(fields, method);
   if (method == "auto-round" || method == "intel/auto-round") return parse_auto_round(fields);
   if (method == "bitsandbytes") return parse_bitsandbytes(fields);
   if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);

@@ -177,6 +177,12 @@ Result<QuantConfig> parse_awq(const ConfigFields& fields) {
   // Zero points are stored either way; those of symmetric files (AutoRound, GPTQModel) are all 8.
   MOESAIC_ASSIGN_OR_RETURN(const auto zero_point, fields.boolean("zero_point"));
   f.zero_points = zero_point.value_or(true) || MOESAIC_FAULT(checkpoint_awq_always_has_zeros);
+  // To read those of symmetric ones is right, to leave out others is not.
+  MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("sym"));
+  if (!f.zero_points && !symmetric.value_or(true) && !MOESAIC_FAULT(checkpoint_zero_point_wins)) {
+    return Status(StatusCode::kAmbiguousFormat,
+                  fields.where() + ": zero_point is false, and so is sym, need one of them true");
+  }
   MOESAIC_ASSIGN_OR_RETURN(const auto version, packing_of(fields, "version"));
   if (version && lower_case(*version) != "gemm") {
     return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));

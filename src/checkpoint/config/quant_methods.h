@@ -18,6 +18,9 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields);  // qu
 Result<QuantConfig> parse_gptq(const ConfigFields& fields);
 Result<QuantConfig> parse_awq(const ConfigFields& fields);
 Result<QuantConfig> parse_auto_round(const ConfigFields& fields);  // quant_auto_round.cc
+// AutoRound's extra_config beside another method: its words are that method's, and an entry that gives
+// experts others is refused when they are asked for.
+Status check_extra_config(const ConfigFields& fields, QuantConfig* quant);
 Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields);
 Result<QuantConfig> parse_modelopt(const ConfigFields& fields);  // quant_modelopt.cc
 
