@@ -92,13 +92,17 @@ class WeightLoader {
                                         std::string_view quantization_config,
                                         const Options& options);
 
-  // Takes one tensor, copying what this rank needs of it. `tensor` is whole, contiguous and host
-  // memory; it may be gone afterwards.
+  // Whether load() looks at a tensor of this name; else it answers false, whatever the tensor is.
+  bool looks_at(std::string_view name) const;
+  // Takes one tensor, copying what this rank needs of it. `tensor` is whole and contiguous, in host
+  // memory or on a GPU, where what writes it is done; it may be gone afterwards. From a GPU nothing
+  // is copied unless some of it is kept, and then the whole.
   //   true   kept
   //   false  not local: of another rank's expert, of another layer or part of the model, or of no
   //          use. Its name and form were checked all the same where they are this layer's
   // Errors, after which nothing has changed: kInvalidArgument for a name pushed twice, kInvalidShape
-  // and kInvalidDType (tensor, found, needed), kInvalidLayout, kOutOfMemory. What only all tensors
+  // and kInvalidDType (tensor, found, needed), kInvalidLayout, kOutOfMemory, of a tensor on a GPU
+  // those of copy_tensor. What only all tensors
   // together tell (missing ones, two spellings, a block size) is said by finish.
   Result<bool> load(std::string_view name, ConstTensorView tensor);
   // The same of a tensor of a GGUF file, whose type has this number there: blocks are U8 [..., bytes

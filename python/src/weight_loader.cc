@@ -17,7 +17,6 @@
 #include "gil.h"
 #include "layer.h"
 #include "loader_options.h"
-#include "moesaic/device_tensor.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -137,33 +136,23 @@ LoaderObject* loader_from_spec(const MoeLayerSpec& spec, const ExpertNames& expe
 
 bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
           std::optional<std::uint32_t> ggml_type) {
-  const TensorArg given(name, tensor);
-  if (!given.present()) {
-    raise(StatusCode::kInvalidArgument, name + ": got None, need a tensor");
+  if (tensor.is_none()) raise(StatusCode::kInvalidArgument, name + ": got None, need a tensor");
+  bool looked_at = true;
+  {
+    const GilReleased released;
+    const std::lock_guard<std::mutex> lock(self.mutex);
+    looked_at = self.loader.looks_at(name) || MOESAIC_FAULT(python_all_pushed_are_viewed);
   }
+  if (!looked_at) return false;
+  const TensorArg given(name, tensor);
   given.check_not_negated(name);
   given.wait_until_written();
   Result<bool> kept = false;
   {
     const GilReleased released;
     const std::lock_guard<std::mutex> lock(self.mutex);
-    ConstTensorView view = given.view();
-    Tensor host;
-    Status copied;
-    if (view.device.is_cuda()) {  // the library keeps host memory
-      Result<Tensor> made = Tensor::uninitialized(view.dtype, view.shape);
-      copied = made.status();
-      if (copied.ok()) {
-        host = std::move(made).value();
-        copied = copy_tensor(view, host.view());
-        view = host.view();
-      }
-    }
-    if (!copied.ok()) {
-      kept = copied.with_context(name);
-    } else {
-      kept = ggml_type ? self.loader.load(name, view, *ggml_type) : self.loader.load(name, view);
-    }
+    const ConstTensorView view = given.view();
+    kept = ggml_type ? self.loader.load(name, view, *ggml_type) : self.loader.load(name, view);
   }
   return unwrap(std::move(kept)) && !MOESAIC_FAULT(python_loader_says_not_kept);
 }

@@ -28,6 +28,7 @@ BINDING = {
     "python_read_only_written": ("test_layers.py", "misuse"),
     "python_uneven_rows_taken": ("test_torch.py", "in_place"),
     "python_bf16_read_as_f16": ("test_tensors.py", "dtype_of_the_input"),
+    "python_all_pushed_are_viewed": ("test_weight_loader.py", "refuses_with_the_reason"),
     "python_loader_says_not_kept": ("test_weight_loader.py", "tensor_by_tensor"),
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
     "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),

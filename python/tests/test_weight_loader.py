@@ -59,6 +59,11 @@ def test_a_loader_refuses_with_the_reason(qwen3: pathlib.Path) -> None:
     with pytest.raises(moesaic.InvalidArgument, match="got None"):
         loader.load(name, None)
     assert loader.load("model.embed_tokens.weight", tensor) is False and loader.bytes == 0
+    # Of other layers, what cannot be looked at either.
+    others = {"lm_head.weight": np.zeros(3, "c16"), "model.layers.0.mlp.up_proj.weight": "no tensor"}
+    assert loader.load_weights(others.items()) == []
+    with pytest.raises(moesaic.InvalidArgument, match="need a tensor"):
+        loader.load(name, "no tensor")
     assert loader.load(name, tensor) and loader.bytes >= tensor.nbytes
     with pytest.raises(moesaic.NotFound):
         moesaic.WeightLoader.from_checkpoint(checkpoint, 77)

@@ -140,6 +140,35 @@ TEST_F(PushedFormats, RoutersMayComeBeforeExpertsThatAreAskedForAlone) {
   }
 }
 
+// A router that waits for what the experts say goes on waiting where they are refused.
+TEST_F(PushedFormats, WhatIsRefusedTellsNothing) {
+  WeightLoader::Options options;
+  options.experts_only = true;
+  const Tensor wrong = Tensor::zeros(DType::kI64, {3, 1, 3}).value();
+  int refused = 0;
+  for (const auto& item : files_->manifest) {
+    const auto name = item["path"].get<std::string>();
+    if (name != "llama4_per_expert" && name != "gpt_oss_split_gptq" && name != "step3_nvfp4") {
+      continue;
+    }
+    SCOPED_TRACE(name);
+    const std::string path = folder_->path(name);
+    const std::vector<StoredTensor> all = read_all_tensors(path);
+    const auto of_experts = [](const std::string& n) { return n.find("experts.") != n.npos; };
+    WeightLoader loader = loader_for(path, 0, options).value();
+    ASSERT_TRUE(push(loader, all, 1, [&](const auto& n) { return !of_experts(n); }).ok());
+    const std::int64_t waiting = loader.bytes();
+    EXPECT_GT(waiting, 0);
+    for (const StoredTensor& t : all) {
+      if (!of_experts(t.name)) continue;
+      if (loader.load(t.name, wrong.view()).ok()) break;
+      ++refused;
+      EXPECT_EQ(loader.bytes(), waiting) << t.name;
+    }
+  }
+  EXPECT_GT(refused, 0);
+}
+
 // A rank that leaves out the first experts, but for what missing() asks for.
 TEST_F(PushedFormats, ExpertsOfOtherRanksMayStayAway) {
   WeightLoader::Options options;

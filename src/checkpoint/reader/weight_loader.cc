@@ -11,6 +11,7 @@
 #include "checkpoint/reader/layer_weights.h"
 #include "checkpoint/reader/weight_loader_impl.h"
 #include "core/fault.h"
+#include "moesaic/device_tensor.h"
 
 namespace moesaic {
 namespace {
@@ -83,24 +84,27 @@ Status WeightLoader::Impl::choose_experts() {
 }
 
 void WeightLoader::Impl::resolve() {
-  const Result<checkpoint::LayerSource> found =
+  Result<checkpoint::LayerSource> found =
       checkpoint::resolve_layer(config, spec, checkpoint::ShardSet::of(tensors));
   if (!found.ok()) return;
-  source_ = *found;
-  plan_.clear();
-  for (PlannedTensor& tensor : checkpoint::plan_layer(*source_)) {
+  Known known;
+  known.source = *std::move(found);
+  for (PlannedTensor& tensor : checkpoint::plan_layer(*known.source)) {
     std::string name = tensor.name;
-    plan_.emplace(std::move(name), std::move(tensor));
+    known.plan.emplace(std::move(name), std::move(tensor));
   }
-  const Result<checkpoint::MlpSlice> slice = checkpoint::expert_slice(*source_, options.parallel);
-  settled_ = slice.ok() && !checkpoint::has_twin(*source_);
-  if (slice.ok()) slice_ = *slice;
+  const Result<checkpoint::MlpSlice> slice =
+      checkpoint::expert_slice(*known.source, options.parallel);
+  known.settled = slice.ok() && !checkpoint::has_twin(*known.source);
+  known.slice = slice.ok() ? *slice : known_.slice;
+  std::swap(known, known_);
+  if (!before_) before_ = std::move(known);
 }
 
 Status WeightLoader::Impl::check_names_differ() const {
-  if (!source_ || MOESAIC_FAULT(pushed_name_of_two_tensors)) return {};
+  if (!known_.source || MOESAIC_FAULT(pushed_name_of_two_tensors)) return {};
   std::set<std::string> seen;
-  for (const PlannedTensor& tensor : checkpoint::plan_layer(*source_)) {
+  for (const PlannedTensor& tensor : checkpoint::plan_layer(*known_.source)) {
     if (seen.insert(tensor.name).second) continue;
     return {StatusCode::kInvalidArgument,
             fmt::format("names: got {} for two tensors, need a name of its own for each",
@@ -136,7 +140,7 @@ bool WeightLoader::Impl::may_be_wanted(std::string_view name) const {
                      [&](const std::string& begin) {
                        if (!name.starts_with(begin)) return false;
                        const std::string_view rest = name.substr(begin.size());
-                       if (!source_) {
+                       if (!known_.source) {
                          return std::any_of(layouts.begin(), layouts.end(),
                                             [&](const checkpoint::ExpertLayout& l) {
                                               return l.present() && rest.starts_with(l.block);
@@ -148,14 +152,14 @@ bool WeightLoader::Impl::may_be_wanted(std::string_view name) const {
                                             return planned(other + std::string(rest)) != nullptr;
                                           });
                      }) ||
-         (source_ && checkpoint::in_block(*source_, name));
+         (known_.source && checkpoint::in_block(*known_.source, name));
 }
 
 // --- what is wanted ---
 
 const checkpoint::PlannedTensor* WeightLoader::Impl::planned(std::string_view name) const {
-  const auto at = plan_.find(std::string(name));
-  return at == plan_.end() ? nullptr : &at->second;
+  const auto at = known_.plan.find(std::string(name));
+  return at == known_.plan.end() ? nullptr : &at->second;
 }
 
 const checkpoint::PlannedTensor* WeightLoader::Impl::plan_for(const TensorInfo& info) {
@@ -164,11 +168,7 @@ const checkpoint::PlannedTensor* WeightLoader::Impl::plan_for(const TensorInfo& 
   const bool look = failures_ < kPatience || (failures_ & (failures_ - 1)) == 0;
   if (look) resolve();
   plan = planned(info.name);
-  if (plan == nullptr) {
-    ++failures_;
-  } else if (look) {
-    settle_waiting();
-  }
+  if (plan == nullptr) ++failures_;
   return plan;
 }
 
@@ -181,7 +181,7 @@ bool WeightLoader::Impl::is_needed(const checkpoint::LayerSource& source,
 }
 
 bool WeightLoader::Impl::is_used(const PlannedTensor& tensor) const {
-  return !tensor.unused && is_needed(*source_, tensor);
+  return !tensor.unused && is_needed(*known_.source, tensor);
 }
 
 checkpoint::TensorNeeded WeightLoader::Impl::needed() const {
@@ -193,7 +193,7 @@ checkpoint::TensorNeeded WeightLoader::Impl::needed() const {
 std::vector<checkpoint::ByteRuns> WeightLoader::Impl::runs(const PlannedTensor& tensor,
                                                            const TensorInfo& info) const {
   if (tensor.part != checkpoint::LayerPart::kExpert) return {checkpoint::whole_tensor(info)};
-  return checkpoint::held_runs(tensor, info, slice_, distinct, settled_);
+  return checkpoint::held_runs(tensor, info, known_.slice, distinct, known_.settled);
 }
 
 // --- taking ---
@@ -208,7 +208,6 @@ Result<bool> WeightLoader::Impl::load(std::string_view pushed, ConstTensorView t
   const std::string name = checkpoint_name(pushed);
   if (!in_layer(name)) return false;
   const std::string field = checkpoint::quote_name(name);
-  MOESAIC_RETURN_IF_ERROR(expect_device(field, tensor, Device::cpu()));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, tensor));
   const auto plain = checkpoint::plain_ggml_type(static_cast<std::uint32_t>(type));
   if (plain && !MOESAIC_FAULT(pushed_numbers_are_blocks)) {
@@ -227,16 +226,40 @@ Result<bool> WeightLoader::Impl::load(std::string_view pushed, ConstTensorView t
   }
   MOESAIC_ASSIGN_OR_RETURN(const TensorInfo* const info,
                            tensors->add(name, tensor.dtype, tensor.shape, type));
-  Result<bool> kept = take(*info, tensor.data);
+  before_.reset();
+  Result<bool> kept = checkpoint::guard_allocation(kLabel, [&] { return take(*info, tensor); });
   if (!kept.ok()) {
     tensors->forget(*info);
+    waiting_.erase(name);
+    if (MOESAIC_FAULT(pushed_failures_are_believed)) {
+      settle_waiting();
+    } else if (before_) {
+      known_ = *std::move(before_);
+    }
+    before_.reset();
     if (name == pushed) return kept.status();
     return kept.status().with_context(fmt::format("pushed as {}", checkpoint::quote_name(pushed)));
   }
+  // Not before: of what waited, this may let bytes go for good.
+  if (before_ && planned(name) != nullptr) settle_waiting();
+  before_.reset();
   return kept;
 }
 
-Result<bool> WeightLoader::Impl::take(const TensorInfo& info, const std::byte* bytes) {
+bool WeightLoader::Impl::looks_at(std::string_view name) const {
+  return finished || in_layer(checkpoint_name(name));
+}
+
+Status WeightLoader::Impl::keep(const TensorInfo& info, std::span<const checkpoint::ByteRuns> runs,
+                                const ConstTensorView& tensor) {
+  if (!tensor.device.is_cuda()) return tensors->keep(info, runs, tensor.data);
+  MOESAIC_ASSIGN_OR_RETURN(Tensor host, Tensor::uninitialized(tensor.dtype, tensor.shape));
+  MOESAIC_RETURN_IF_ERROR(
+      copy_tensor(tensor, host.view()).with_context(checkpoint::quote_name(info.name)));
+  return tensors->keep(info, runs, host.data());
+}
+
+Result<bool> WeightLoader::Impl::take(const TensorInfo& info, const ConstTensorView& tensor) {
   const PlannedTensor* plan = plan_for(info);
   const std::vector<checkpoint::ByteRuns> whole = {checkpoint::whole_tensor(info)};
   if (plan == nullptr) {
@@ -244,14 +267,14 @@ Result<bool> WeightLoader::Impl::take(const TensorInfo& info, const std::byte* b
       tensors->forget(info);
       return false;
     }
-    MOESAIC_RETURN_IF_ERROR(tensors->keep(info, whole, bytes));
+    MOESAIC_RETURN_IF_ERROR(keep(info, whole, tensor));
     waiting_.insert(info.name);
     return true;
   }
   const Status form = checkpoint::check_form(*plan, info);
   if (!form.ok() && !MOESAIC_FAULT(pushed_any_form)) {
     if (!may_fit_later(*plan)) return form;
-    MOESAIC_RETURN_IF_ERROR(tensors->keep(info, whole, bytes));
+    MOESAIC_RETURN_IF_ERROR(keep(info, whole, tensor));
     waiting_.insert(info.name);
     return true;
   }
@@ -260,8 +283,8 @@ Result<bool> WeightLoader::Impl::take(const TensorInfo& info, const std::byte* b
     if (plan->part != checkpoint::LayerPart::kExpert) tensors->forget(info);
     return false;
   }
-  MOESAIC_RETURN_IF_ERROR(tensors->keep(
-      info, MOESAIC_FAULT(pushed_keeps_everything) ? whole : runs(*plan, info), bytes));
+  MOESAIC_RETURN_IF_ERROR(
+      keep(info, MOESAIC_FAULT(pushed_keeps_everything) ? whole : runs(*plan, info), tensor));
   return true;
 }
 
@@ -269,8 +292,8 @@ bool WeightLoader::Impl::may_fit_later(const PlannedTensor& tensor) const {
   // GGUF tensors each have a type of their own; two layouts with the same names are told apart by
   // the shapes of both tensors; the size of bitsandbytes' blocks is read off the scales.
   return config.gguf ||
-         (tensor.part == checkpoint::LayerPart::kExpert && checkpoint::has_twin(*source_)) ||
-         (source_->experts.stored == checkpoint::StoredFormat::kBnb4 &&
+         (tensor.part == checkpoint::LayerPart::kExpert && checkpoint::has_twin(*known_.source)) ||
+         (known_.source->experts.stored == checkpoint::StoredFormat::kBnb4 &&
           tensor.kind == checkpoint::TensorKind::kScale);
 }
 
@@ -324,7 +347,7 @@ Result<MoeLayerWeights> WeightLoader::Impl::finish() {
                                      options.input_scales, std::string(kLabel), {}, cut_shared));
   finished = true;
   tensors = std::make_shared<checkpoint::PushedTensors>(std::string(kLabel));
-  plan_.clear();
+  known_.plan.clear();
   return weights;
 }
 
@@ -379,6 +402,12 @@ Result<std::vector<std::string>> WeightLoader::load_weights(std::span<const Name
 
 Result<std::vector<std::string>> WeightLoader::missing() const {
   return checkpoint::guard_allocation(kLabel, [&] { return impl_->missing(); });
+}
+
+bool WeightLoader::looks_at(std::string_view name) const {
+  const Result<bool> looked_at =
+      checkpoint::guard_allocation(kLabel, [&]() -> Result<bool> { return impl_->looks_at(name); });
+  return !looked_at.ok() || *looked_at;  // load says what was the matter
 }
 
 std::int64_t WeightLoader::bytes() const { return impl_->tensors->kept_bytes(); }

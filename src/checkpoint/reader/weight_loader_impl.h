@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -31,6 +32,7 @@ struct WeightLoader::Impl {
   // be read as the second too.
   Status check_names_differ() const;
 
+  bool looks_at(std::string_view name) const;
   Result<bool> load(std::string_view name, ConstTensorView tensor, quant::GgufType type);
   Result<std::vector<std::string>> missing() const;
   Result<MoeLayerWeights> finish();
@@ -63,17 +65,24 @@ struct WeightLoader::Impl {
   // May other tensors show that the plan was wrong about the form of this one?
   bool may_fit_later(const PlannedTensor& tensor) const;
   // Decides about a tensor whose header is in the set; true when bytes of it were kept.
-  Result<bool> take(const TensorInfo& info, const std::byte* bytes);
+  Result<bool> take(const TensorInfo& info, const ConstTensorView& tensor);
+  Status keep(const TensorInfo& info, std::span<const checkpoint::ByteRuns> runs,
+              const ConstTensorView& tensor);
   // What waited for the plan, after it changed.
   void settle_waiting();
   // Of a tensor in the plan, what is kept.
   std::vector<checkpoint::ByteRuns> runs(const PlannedTensor& tensor, const TensorInfo& info) const;
 
   std::vector<std::string> layer_names_;  // what this layer's names may begin with
-  std::optional<checkpoint::LayerSource> source_;
-  checkpoint::MlpSlice slice_;
-  bool settled_ = false;  // the slice is how the experts are read
-  std::unordered_map<std::string, PlannedTensor> plan_;
+  // What the tensors so far tell.
+  struct Known {
+    std::optional<checkpoint::LayerSource> source;
+    checkpoint::MlpSlice slice;
+    bool settled = false;  // the slice is how the experts are read
+    std::unordered_map<std::string, PlannedTensor> plan;
+  };
+  Known known_;
+  std::optional<Known> before_;  // the tensor that is being loaded, where it told something
   // Names that no plan has had, or not in this form: kept whole until one has, or finish refuses them.
   std::set<std::string> waiting_;
   std::int64_t failures_ = 0;  // looks at the names that told nothing new
