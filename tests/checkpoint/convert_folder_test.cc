@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -147,6 +148,7 @@ TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
   make_file(path("model/tokenizer.json"), "{}");
   make_file(path("model/consolidated.safetensors"));
   make_file(path("model/pytorch_model.bin"));
+  for (int i = 0; i < 40; ++i) make_file(path("model/x-" + std::to_string(100 + i) + ".pt"));
   make_file(path("model/quantization_config.json"), "{}");  // AutoRound's, of the source
   ConvertReport report;
   const Status status = convert(model_, path("out"), false, &report);
@@ -156,7 +158,9 @@ TEST_F(ConvertFolder, WhatCannotBeCopiedIsSaid) {
                               "links to nothing of the source are not copied: \"notice.txt\"",
                               "other entries of the source are not copied: \"pipe\"",
                               "other files of weights of the source are not copied: "
-                              "\"consolidated.safetensors\", \"pytorch_model.bin\""}));
+                              "\"consolidated.safetensors\", \"pytorch_model.bin\", "
+                              "\"x-100.pt\", \"x-101.pt\", \"x-102.pt\", \"x-103.pt\", "
+                              "\"x-104.pt\", \"x-105.pt\", 34 more"}));
   EXPECT_EQ(text_of(path("out/tokenizer.json")), "{}");
   EXPECT_FALSE(fs::exists(path("out/quantization_config.json")));
 }
@@ -211,6 +215,22 @@ TEST_F(ConvertFolder, OnlyResultsAreReplaced) {
   refuses(path("other"), StatusCode::kInvalidArgument, {"no conversion wrote"});
   for (const std::string& entry : root_.entries()) {
     EXPECT_EQ(entry.find(".tmp-"), std::string::npos) << entry;
+  }
+}
+
+// A file that came along is part of the result whatever bytes its name has.
+TEST_F(ConvertFolder, NamesThatAreNoTextAreRecorded) {
+  const std::string name = "read\xff\n\xc3(me", out = path("out");
+  make_file(path("model/" + name), "mine");
+  ASSERT_TRUE(convert(model_, out).ok());
+  const Status again = convert(model_, out);
+  EXPECT_TRUE(again.ok()) << again.to_string();
+  EXPECT_EQ(read_bytes(out + "/" + name), "mine");
+  make_file(path("out/read\xfe\n\xc3(me"));
+  refuses(out, StatusCode::kInvalidArgument, {"no conversion wrote", "read\\xfe"});
+  for (const char* broken :
+       {R"({"bytes":"7"})", R"({"bytes":"7g"})", R"({"bytes":7})", "[]", "7"}) {
+    EXPECT_EQ(checkpoint::name_of_record(nlohmann::ordered_json::parse(broken)), "") << broken;
   }
 }
 

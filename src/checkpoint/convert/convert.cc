@@ -38,6 +38,7 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 constexpr std::size_t kCopyBytes = 4U << 20;
+constexpr std::size_t kMostFilesNamed = 8;  // of files that are left out, in one note
 
 Status io_error(const std::string& path, std::string_view what, const std::error_code& error) {
   return {StatusCode::kIo, fmt::format("{}: cannot {}: {}", path, what, error.message())};
@@ -168,11 +169,16 @@ class Converter {
                         {"bytes_in", l.bytes_in},
                         {"bytes_out", l.bytes_out}});
     }
+    Json names = Json::array();
+    for (const std::string& name : files) {
+      names.push_back(MOESAIC_FAULT(convert_records_text) ? Json(name)
+                                                          : checkpoint::recorded_name(name));
+    }
     return Json({{"scheme", checkpoint::convert_format_name(plan_.format)},
                  {"layers", layers},
                  {"bytes_in", report_.bytes_in},
                  {"bytes_out", report_.bytes_out},
-                 {"files", files}})
+                 {"files", std::move(names)}})
                .dump(2, ' ', false, Json::error_handler_t::replace) +
            "\n";
   }
@@ -220,8 +226,11 @@ class Converter {
     }
     if (error) return io_error(from_, "list", error);
     for (const auto& [what, names] : left_out) {
-      report_.notes.push_back(
-          fmt::format("{} of the source are not copied: {}", what, fmt::join(names, ", ")));
+      const std::size_t shown = std::min(names.size(), kMostFilesNamed);
+      const auto end = std::next(names.begin(), static_cast<std::ptrdiff_t>(shown));
+      report_.notes.push_back(fmt::format(
+          "{} of the source are not copied: {}{}", what, fmt::join(names.begin(), end, ", "),
+          shown < names.size() ? fmt::format(", {} more", names.size() - shown) : ""));
     }
     return {};
   }

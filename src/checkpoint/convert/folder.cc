@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -18,6 +19,7 @@
 #include <system_error>
 #include <utility>
 
+#include "checkpoint/container/json_strict.h"
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
@@ -115,14 +117,14 @@ std::optional<std::set<std::string>> recorded_files(const fs::path& folder) {
   const Result<std::string> text =
       read_text_file((folder / kConversionRecord).string(), kMaxRecordBytes);
   if (!text.ok()) return std::nullopt;
-  const auto record = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const auto record = nlohmann::ordered_json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!record.is_object() || !record.contains("scheme") || !record.contains("files") ||
       !record["files"].is_array()) {
     return std::nullopt;
   }
   std::set<std::string> files = {kConversionRecord};
   for (const auto& name : record["files"]) {
-    if (name.is_string()) files.insert(name.get<std::string>());
+    files.insert(name_of_record(name));
   }
   return files;
 }
@@ -209,6 +211,29 @@ struct FlushedAtEnd {
 };
 
 }  // namespace
+
+nlohmann::ordered_json recorded_name(const std::string& name) {
+  if (first_invalid_utf8(name) == name.size()) return name;
+  std::string hex;
+  for (const char c : name) hex += fmt::format("{:02x}", static_cast<unsigned char>(c));
+  return {{"bytes", hex}};
+}
+
+std::string name_of_record(const nlohmann::ordered_json& recorded) {
+  if (recorded.is_string()) return recorded.get<std::string>();
+  if (!recorded.is_object() || !recorded.contains("bytes") || !recorded["bytes"].is_string()) {
+    return {};
+  }
+  const auto& hex = recorded["bytes"].get_ref<const std::string&>();
+  std::string name;
+  for (std::size_t i = 0; i + 1 < hex.size(); i += 2) {
+    unsigned byte = 0;
+    const auto [end, error] = std::from_chars(hex.data() + i, hex.data() + i + 2, byte, 16);
+    if (error != std::errc() || end != hex.data() + i + 2) return {};
+    name += static_cast<char>(byte);
+  }
+  return name;
+}
 
 Status flush_to_disk(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
