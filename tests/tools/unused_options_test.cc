@@ -97,5 +97,15 @@ TEST(UnusedOptions, ExplainKnowsTheRanksOfMpirun) {
   EXPECT_TRUE(speaks_for_all());
 }
 
+TEST(UnusedOptions, ExplainWaitsForNobody) {
+  for (const int ranks : {1, 2}) {
+    RankOptions o;
+    o.ranks = ranks;
+    EXPECT_TRUE(explained_options(o, {}, 1).ok());
+    o.timeout_s = 5;
+    EXPECT_TRUE(names(explained_options(o, {}, 1).status(), "--timeout"));
+  }
+}
+
 }  // namespace
 }  // namespace moesaic::tool

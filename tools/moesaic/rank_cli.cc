@@ -305,6 +305,10 @@ bool speaks_for_all() { return from_launcher({"OMPI_COMM_WORLD_RANK", "PMI_RANK"
 Result<FusedMoE::Options> explained_options(RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens) {
   MOESAIC_RETURN_IF_ERROR(check_rank_options(options));
+  if (options.timeout_s != RankOptions().timeout_s && !MOESAIC_FAULT(cli_explain_waits)) {
+    return Status(StatusCode::kInvalidArgument,
+                  "--timeout: got it with explain, which waits for no rank; need run or bench");
+  }
   if (launched_size() > 1 && !MOESAIC_FAULT(cli_explains_one_rank_of_mpirun)) {
     MOESAIC_RETURN_IF_ERROR(check_launched(options, launched_size()));
     options.ranks = launched_size();

@@ -39,7 +39,7 @@ bool wants_ranks(const RankOptions& options);
 Status check_rank_options(const RankOptions& options);
 
 // What rank 0 of them would make a layer of, on a communicator on which nothing is sent. `options`
-// then has the number of ranks, mpirun's too.
+// then has the number of ranks, mpirun's too. kInvalidArgument also for how long to wait for others.
 Result<FusedMoE::Options> explained_options(RankOptions& options, const CommonOptions& common,
                                             std::int64_t max_tokens);
 // Whether this process is the one of mpirun's that speaks for all, or alone.
