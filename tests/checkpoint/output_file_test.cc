@@ -5,13 +5,28 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
+#include <string>
 
 #include "checkpoint/container_support.h"
 #include "moesaic/checkpoint.h"
+
+namespace {
+bool no_links = false;  // as on some file systems
+}
+// In place of the C library's.
+extern "C" int linkat(int from_folder, const char* from, int to_folder, const char* to, int flags) {
+  if (!no_links) {
+    return static_cast<int>(::syscall(SYS_linkat, from_folder, from, to_folder, to, flags));
+  }
+  errno = EPERM;
+  return -1;
+}
 
 namespace moesaic::test {
 namespace {
@@ -59,6 +74,25 @@ TEST(OutputFile, HasNoNameBeforeItIsWhole) {
     EXPECT_EQ(read_bytes(dir.path(name)), "other");
   }
   EXPECT_EQ(dir.entries(), (std::vector<std::string>{"new", "old"}));
+}
+
+// A file system, or a sandbox, that gives no name to a file that has none: the result is copied.
+TEST(OutputFile, IsCopiedWhereItCannotBeNamed) {
+  TempDir dir;
+  write_bytes(dir.path("old"), "old");
+  ASSERT_EQ(::chmod(dir.path("old").c_str(), 0640), 0);
+  const std::string text(std::size_t{3} << 20, 'x');
+  no_links = true;
+  for (const char* name : {"old", "new"}) {
+    const Status status = checkpoint::write_output_text(dir.path(name), text + name);
+    EXPECT_TRUE(status.ok()) << status.to_string();
+  }
+  no_links = false;
+  for (const char* name : {"old", "new"}) EXPECT_EQ(read_bytes(dir.path(name)), text + name);
+  EXPECT_EQ(dir.entries(), (std::vector<std::string>{"new", "old"}));
+  struct stat info {};
+  ASSERT_EQ(::stat(dir.path("old").c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777U, 0640U);
 }
 
 TEST(OutputFile, APipeGetsTheBytesAndStaysAPipe) {

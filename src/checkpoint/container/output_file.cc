@@ -170,7 +170,7 @@ Status OutputFile::system_error(std::string_view what, int error) const {
 
 bool OutputFile::create_unnamed() {
   if (MOESAIC_FAULT(output_has_a_name_while_written)) return false;
-  fd_ = ::open(folder_of(target_.path).c_str(), O_WRONLY | O_TMPFILE | O_CLOEXEC, 0666);
+  fd_ = ::open(folder_of(target_.path).c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0666);
   if (fd_ < 0) return false;
   if (::access(path_of(fd_).c_str(), F_OK) == 0) return true;
   ::close(std::exchange(fd_, -1));  // without /proc it could get no name later
@@ -199,12 +199,38 @@ Status OutputFile::create_temporary() {
       return fd_ = ::open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     }));
   }
-  if (target_.kind == OutputTarget::Kind::kFile) {
-    // Owner first: changing it may clear permission bits. Neither decides over success.
-    if (::fchown(fd_, target_.owner, target_.group) != 0) errno = 0;
-    if (::fchmod(fd_, target_.mode & 0777) != 0) errno = 0;
-  }
+  take_permissions();
   return {};
+}
+
+void OutputFile::take_permissions() {
+  if (target_.kind != OutputTarget::Kind::kFile) return;
+  // Owner first: changing it may clear permission bits. Neither decides over success.
+  if (::fchown(fd_, target_.owner, target_.group) != 0) errno = 0;
+  if (::fchmod(fd_, target_.mode & 0777) != 0) errno = 0;
+}
+
+Status OutputFile::copy_to_named() {
+  const int from = std::exchange(fd_, -1);
+  const auto copy = [&]() -> Status {
+    MOESAIC_RETURN_IF_ERROR(give_name("create", [&](const char* name) {
+      return fd_ = ::open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    }));
+    take_permissions();
+    std::array<char, std::size_t{1} << 16> piece{};
+    for (off_t at = 0;;) {
+      const ssize_t n = ::pread(from, piece.data(), piece.size(), at);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return system_error("read back", errno);
+      if (n == 0) break;
+      MOESAIC_RETURN_IF_ERROR(write(piece.data(), static_cast<std::uint64_t>(n)));
+      at += n;
+    }
+    return ::fsync(fd_) == 0 ? Status() : system_error("flush", errno);
+  };
+  const Status status = copy();
+  ::close(from);
+  return status;
 }
 
 Result<OutputFile> OutputFile::create(OutputTarget target) {
@@ -246,9 +272,12 @@ Status OutputFile::commit() {
   if (::fsync(fd_) != 0) return system_error("flush", errno);
   if (temporary_.empty()) {
     const std::string from = path_of(fd_);
-    MOESAIC_RETURN_IF_ERROR(give_name("create", [&](const char* name) {
+    const Status named = give_name("create", [&](const char* name) {
       return ::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, name, AT_SYMLINK_FOLLOW);
-    }));
+    });
+    // Some network and stacked file systems, and sandboxes, refuse links and write files.
+    if (!named.ok() && MOESAIC_FAULT(output_needs_links)) return named;
+    if (!named.ok()) MOESAIC_RETURN_IF_ERROR(copy_to_named());
   }
   if (::close(std::exchange(fd_, -1)) != 0) return system_error("close", errno);
   if (::rename(temporary_.c_str(), target_.path.c_str()) != 0) {

@@ -38,7 +38,8 @@ Result<OutputTarget> find_output(const std::string& path);
 // The file being written. A new or regular file has no name until commit() gives it one beside its
 // destination and renames it: a failure, and the end of the process before it, leaves nothing
 // behind and an older file intact. (Where the file system has no files without names, it has the
-// temporary name from the start, which a process that is killed leaves.) Links to the destination
+// temporary name from the start, which a process that is killed leaves; where it gives them none later,
+// commit() copies the bytes.) Links to the destination
 // stay links; permissions and, where the system allows it, the owner of a replaced file are kept;
 // its other hard links keep the old content. A stream gets the bytes as they come.
 class OutputFile {
@@ -61,6 +62,9 @@ class OutputFile {
   template <class Make>
   Status give_name(std::string_view what, Make&& make);
   Status create_temporary();
+  void take_permissions();
+  // The bytes so far in a file that has a name, which is the file from then on.
+  Status copy_to_named();
 
   OutputTarget target_;
   std::string temporary_;  // its name for now; empty: none yet, or none any more
