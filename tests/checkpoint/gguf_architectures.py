@@ -74,6 +74,10 @@ def gguf_architectures(c):
     add("deepseek4", dict(v4, of_layer={"1": {"routing": "hash", "bias": False}}), v4_layer, "_no_prediction", swiglu_clamp_exp=(F32, [2.5] * 3),
         hash_layer_count=2, expert_gating_func=SQRT_SOFTPLUS, expert_weights_norm=True, nextn_predict_layers=1, **limits)
 
+    # GLM-4.7-Flash as it was first written, without the gating function; in another model that is softmax.
+    flash = {"expert_weights_norm": True, "expert_weights_scale": 1.75, "expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1}
+    add("deepseek2", dict(sigmoid, scale=1.75, shared=8), lambda s: layer(s, s=8), "_glm_flash", block_count=47, vocab_size=154880, **flash)
+
     # Softmax.
     add("mistral4", dict(plain, shared=16, best_two=True, **grouped), lambda s: layer(s, bias=False, s=16), expert_weights_norm=True,
         expert_shared_count=2, **groups)

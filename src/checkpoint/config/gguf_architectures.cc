@@ -8,6 +8,7 @@
 #include "checkpoint/config/config.h"
 #include "checkpoint/config/gguf_config.h"
 #include "checkpoint/container/names.h"
+#include "core/fault.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -76,6 +77,18 @@ constexpr auto kRefusedArchitectures = std::to_array<RefusedArchitecture>({
     {"smallthinker", "the router sees what the layer sees, before attention, not what experts see"},
 });
 
+// GLM-4.7-Flash, whose files of this architecture may not state the gating function. Its reference
+// reader knows it by these numbers, and takes sigmoid there and softmax everywhere else.
+Result<bool> is_glm_flash(const GgufMetadata& metadata) {
+  constexpr std::int64_t kBlocks = 47, kVocabulary = 154880;  // and a block that predicts
+  MOESAIC_ASSIGN_OR_RETURN(const auto blocks, metadata.integer("block_count", 1, kMaxLayers));
+  if ((blocks != kBlocks && blocks != kBlocks + 1) || MOESAIC_FAULT(gguf_glm_flash_is_softmax)) {
+    return false;
+  }
+  const Result<std::int64_t> vocabulary = metadata.vocabulary();
+  return vocabulary.ok() && *vocabulary == kVocabulary;
+}
+
 }  // namespace
 
 Result<const GgufArchitecture*> find_gguf_architecture(const GgufMetadata& metadata) {
@@ -114,7 +127,11 @@ Result<std::string_view> gguf_model_type(const GgufMetadata& metadata,
   // the grouping of experts (which older files do not state) V3 from Kimi-K2.
   MOESAIC_ASSIGN_OR_RETURN(const auto gating, metadata.integer("expert_gating_func", 0, 255));
   MOESAIC_ASSIGN_OR_RETURN(const auto renorm, metadata.boolean("expert_weights_norm"));
-  if (gating.value_or(kGatingSoftmax) != kGatingSigmoid) {
+  bool sigmoid = gating == kGatingSigmoid;
+  if (gating.value_or(0) == 0) {
+    MOESAIC_ASSIGN_OR_RETURN(sigmoid, is_glm_flash(metadata));
+  }
+  if (!sigmoid) {
     return std::string_view(renorm.value_or(false) ? "mistral4" : "deepseek_v2");
   }
   constexpr std::int64_t kV3Experts = 256;
