@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -13,6 +14,8 @@
 
 namespace moesaic::test {
 namespace {
+
+std::atomic<std::int64_t> replays{0};
 
 // Everything of a call on the device. Ranks may share one, and nothing is made or freed there while
 // another rank's kernels wait.
@@ -167,6 +170,7 @@ std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inpla
   for (std::int64_t n = same.integer(1, 4); n > 0 && call.wrong().empty(); --n) {
     if (captured && chance(own, 0.6)) {
       call.replay();
+      ++replays;
     } else {
       call.enqueue();
     }
@@ -174,5 +178,7 @@ std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inpla
   }
   return meet("done");
 }
+
+std::int64_t replayed_graphs() { return replays; }
 
 }  // namespace moesaic::test

@@ -1,6 +1,7 @@
 // A rank's call with memory of its GPU, put on a stream, captured and replayed.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -19,5 +20,8 @@ bool enqueue_takes(const RandomRanks& c, const RankCall& call);
 // Collective. `same` is at the same place on all ranks, `own` is this rank's. What is wrong, or empty.
 std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inplace,
                          Communicator& world, Rng& same, Rng& own, const CheckRows& check);
+
+// How many graphs were replayed so far, by all ranks.
+std::int64_t replayed_graphs();
 
 }  // namespace moesaic::test

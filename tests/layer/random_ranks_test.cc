@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "layer/random_rank_gpu.h"
 #include "layer/random_rank_run.h"
 #include "layer/random_world.h"
 #include "moesaic/device.h"
@@ -70,6 +71,11 @@ TEST(RandomRanks, EveryRankHasTheRowsOfOneGpu) {
     if (d.available) devices.push_back(Device::cuda(d.index));
   }
   check_seeds(devices, 60, 3);
+  const std::int64_t replays = test::replayed_graphs();
+  testing::Test::RecordProperty("replays", std::to_string(replays));
+  if (test::seeds_of_run(60).cases > 20) {
+    EXPECT_GT(replays, 0) << "some calls are to be captured";
+  }
 }
 
 }  // namespace
