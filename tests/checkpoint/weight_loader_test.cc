@@ -16,6 +16,8 @@
 #include "checkpoint/generated_files.h"
 #include "checkpoint/pushing.h"
 #include "checkpoint/tiny_support.h"
+#include "moesaic/device.h"
+#include "moesaic/device_tensor.h"
 #include "moesaic/fused_moe.h"
 #include "support/source_folder.h"
 
@@ -322,6 +324,28 @@ TEST(PushedModels, GiveTheBitsOfTheFile) {
     EXPECT_GT(expect_bits_of_file(path, {must_open(path).layers()[0].layer},
                                   even ? std::vector<int>{2} : std::vector<int>{}),
               0);
+  }
+}
+
+TEST(PushedModels, GiveTheBitsOfTheFileFromAGpu) {
+  if (!query_cuda().available) GTEST_SKIP() << "needs a Hopper GPU: " << query_cuda().reason;
+  for (const char* name : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
+    SCOPED_TRACE(name);
+    const std::string path = test::bundled_model(name);
+    const Checkpoint checkpoint = must_open(path);
+    const int layer = checkpoint.layers()[0].layer;
+    WeightLoader::Options options;
+    options.parallel.ep_size = 2;
+    options.parallel.ep_rank = 1;
+    WeightLoader loader = loader_for(path, layer, options).value();
+    for (const StoredTensor& t : read_all_tensors(path)) {
+      const DeviceTensor there = DeviceTensor::copy_of(t.tensor.view(), Device::cuda(0)).value();
+      const Result<bool> kept = loader.load(t.name, there.view());
+      EXPECT_TRUE(kept.ok()) << kept.status().to_string();
+    }
+    MoeLayerWeights got = loader.finish().value();
+    MoeLayerWeights want = checkpoint.load_layer(layer, options.parallel).value();
+    EXPECT_EQ(weights_difference(got, want, want.spec.num_experts / 2), "");
   }
 }
 
