@@ -29,7 +29,9 @@ enum RowNumericsFlag : std::uint32_t {
   // Values were lost below the smallest normal code, and with them more of the row than rounding
   // takes: a scale at its lower end, F16 below 2^-14, static scales that are too large.
   kRowFlushed = 1U << 1,
-  kRowNotFinite = 1U << 2,  // NaN or infinity in the hidden states or in the intermediate
+  // NaN or infinity in the hidden states, in the intermediate or in the row of one of its experts;
+  // of a layer also in the output, or NaN in the logits of its own gate (which weigh 0).
+  kRowNotFinite = 1U << 2,
   // The error estimate f of one of its expert rows is above 1.5 times the scheme's bound.
   kRowBeyondBound = 1U << 3,
 };
@@ -38,7 +40,8 @@ enum RowNumericsFlag : std::uint32_t {
 struct RowNumerics {
   // Sum over everything that is added into the row of |weight * expert row|^2 ...
   double size = 0;
-  // ... and of the squared error that rounding the activations is estimated to leave there.
+  // ... and of the squared error that rounding the activations is estimated to leave there. A part
+  // that is not finite is in neither, and has its flag.
   double noise = 0;
   std::uint32_t flags = 0;  // RowNumericsFlag
 
@@ -54,7 +57,7 @@ struct NumericsSummary {
 
   void add(const RowNumerics& row);
   void add(const NumericsSummary& other);
-  // Root of noise / size: the estimated relative L2 error of the call, 0 without rows.
+  // Root of noise / size: the estimated relative L2 error; 0 without rows, infinity: none is finite.
   double error_estimate() const;
   // The condition of the documented bound holds: no row is outside and the estimate is within it.
   bool within(double activation_bound) const;

@@ -191,10 +191,16 @@ RowNumerics NoiseModel::of(const RowError& input, const RowError& inner, const f
     const double v = static_cast<double>(y[i]) * static_cast<double>(factor);
     row.size += v * v;
   }
+  if (input.saturated || inner.saturated) row.flags |= kRowSaturated;
+  // Of such a row there is no error, and it leaves the other rows theirs.
+  const bool finite = input.finite && inner.finite && std::isfinite(row.size);
+  if (!finite && !MOESAIC_FAULT(numerics_weights_are_finite)) {
+    row.flags |= kRowNotFinite;
+    row.size = 0;
+    return row;
+  }
   const double f2 = relative2(input, inner);
   row.noise = row.size * f2;
-  if (input.saturated || inner.saturated) row.flags |= kRowSaturated;
-  if (!input.finite || !inner.finite) row.flags |= kRowNotFinite;
   // Lost values matter when they are more of the row than its format's rounding leaves.
   const auto lost = [&](const RowError& e) { return e.lost > bound * bound * e.size; };
   if (lost(input) || lost(inner)) row.flags |= kRowFlushed;

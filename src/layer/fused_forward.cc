@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 #include <tuple>
 
@@ -24,6 +25,30 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
   MOESAIC_RETURN_IF_ERROR(expect_device(field, t, Device::cpu()));
   return expect_contiguous(field, t);
+}
+
+bool any_in_row(const ConstTensorView& t, std::int64_t row, bool (*is)(float)) {
+  if (!t.present()) return false;
+  const std::int64_t columns = t.dim(1);
+  for (std::int64_t i = row * columns; i < (row + 1) * columns; ++i) {
+    if (is(load_as_f32(t.data, t.dtype, i))) return true;
+  }
+  return false;
+}
+
+// What no expert's row shows: a sum that its dtype does not hold, a part that is none of theirs, and
+// NaN among the logits of the layer's own gate, by which a router weighs rows with 0.
+void report_rows_not_finite(const FusedMoE::Args& args, const ConstTensorView& own_logits) {
+  const std::span<RowNumerics> numerics = args.trace.numerics;
+  const auto not_finite = [](float v) { return !std::isfinite(v); };
+  for (std::size_t i = 0; i < numerics.size(); ++i) {
+    const auto t = static_cast<std::int64_t>(i);
+    if (layer::is_padding(args, t) || MOESAIC_FAULT(layer_outputs_are_finite)) continue;
+    if (any_in_row(args.output, t, not_finite) || any_in_row(args.shared_output, t, not_finite) ||
+        any_in_row(own_logits, t, [](float v) { return std::isnan(v); })) {
+      numerics[i].flags |= kRowNotFinite;
+    }
+  }
 }
 
 }  // namespace
@@ -119,6 +144,14 @@ Status FusedMoE::forward(const Args& args) const {
                                                   rows > 0 && call->shared_output.present()));
   }
   if (steps.in_pairs) chunk = ceil_div(rows, std::max<std::int64_t>(steps.count, 1));
+  const bool own_logits = checked.ok() && !call->trace.numerics.empty() && m.plan.has_gate &&
+                          !call->router_logits.present() && !call->topk_ids.present();
+  Tensor logits;
+  if (own_logits && !call->trace.router_logits.present()) {
+    const std::int64_t columns = m.plan.routing.num_experts + m.plan.routing.num_zero_experts;
+    MOESAIC_ASSIGN_OR_RETURN(logits, Tensor::uninitialized(DType::kF32, {rows, columns}));
+    call->trace.router_logits = logits.view();
+  }
   layer::ExpertBalancer* const balancer = m.engine->balancer();
   if (balancer != nullptr) balancer->begin_step();
   const auto rows_of_step = [&](std::int64_t step) {
@@ -136,6 +169,9 @@ Status FusedMoE::forward(const Args& args) const {
           m.step_of_call("forward", [&] { return m.engine->forward_host(rows_of_step(step)); }));
       ++step;
     }
+  }
+  if (checked.ok()) {
+    report_rows_not_finite(*call, own_logits ? call->trace.router_logits : TensorView());
   }
   return balancer != nullptr ? balancer->end_step() : Status();
 }

@@ -28,9 +28,13 @@ constexpr std::int64_t kManyRows = 16;
 }  // namespace
 
 void RowNumerics::add(const RowNumerics& part, double factor) {
+  flags |= part.flags;
+  if (!std::isfinite(factor)) {
+    flags |= kRowNotFinite;
+    return;
+  }
   size += factor * factor * part.size;
   noise += factor * factor * part.noise;
-  flags |= part.flags;
 }
 
 void NumericsSummary::add(const RowNumerics& row) {
@@ -59,7 +63,9 @@ void NumericsSummary::add(const NumericsSummary& other) {
 }
 
 double NumericsSummary::error_estimate() const {
-  if (!(size > 0)) return noise > 0 ? std::numeric_limits<double>::infinity() : 0.0;
+  // Of rows that are not finite nothing was measured.
+  const bool unknown = noise > 0 || not_finite > 0;
+  if (!(size > 0)) return unknown ? std::numeric_limits<double>::infinity() : 0.0;
   return std::sqrt(noise / size);
 }
 

@@ -14,6 +14,7 @@
 namespace moesaic {
 namespace {
 
+using test::LayerTensors;
 using test::make_layer;
 using test::make_tensors;
 using test::random_hidden;
@@ -105,6 +106,65 @@ TEST(NumericsTrace, ANaNIsItsRowsOwn) {
     EXPECT_EQ((rows[i].flags & kRowNotFinite) != 0, i == 7) << i;
   }
   EXPECT_EQ(summarize(rows).not_finite, 1);
+}
+
+// BF16 tensors of small_spec, of which one number is not one.
+void spoil(Tensor& t, std::int64_t at) { t.as<std::uint16_t>()[at] = 0x7FC0; }
+
+TEST(NumericsTrace, WhatIsNotFiniteInWeightsIsSaidAndLeavesOtherRowsTheirEstimate) {
+  const Tensor x = random_hidden(4, kRows, test::small_spec().hidden_size);
+  const LayerTensors clean = make_tensors(3, test::with_shared(true));
+  const double estimate = summarize(measure(make_layer(clean), x)).error_estimate();
+  struct Case {
+    const char* name;
+    void (*change)(LayerTensors& t);
+    bool every_row;
+  };
+  for (const Case& c :
+       {Case{"w2 of one expert", [](LayerTensors& t) { spoil(t.experts.w2, 7); }, false},
+        Case{"gate", [](LayerTensors& t) { spoil(t.gate_weight, 5); }, true},
+        Case{"w2 of the shared expert", [](LayerTensors& t) { spoil(t.shared.w2, 7); }, true},
+        Case{"shared gate", [](LayerTensors& t) { spoil(t.shared_gate_weight, 7); }, true}}) {
+    SCOPED_TRACE(c.name);
+    LayerTensors t = make_tensors(3, test::with_shared(true));
+    c.change(t);
+    const FusedMoE layer = make_layer(t);
+    const NumericsSummary sum = summarize(measure(layer, x));
+    EXPECT_GT(sum.not_finite, 0);
+    EXPECT_EQ(sum.not_finite == kRows, c.every_row);
+    EXPECT_TRUE(std::isfinite(sum.size) && std::isfinite(sum.noise));
+    if (!c.every_row) {
+      EXPECT_NEAR(sum.error_estimate(), estimate, 0.3 * estimate);
+    }
+    EXPECT_TRUE(std::isinf(computed_bound(6e-3, 6e-3, sum)));
+  }
+}
+
+TEST(NumericsTrace, AnOutputThatItsDtypeDoesNotHoldIsSaid) {
+  const LayerTensors t = make_tensors(3, test::small_spec());
+  const FusedMoE layer = make_layer(t);
+  const Tensor x = random_hidden(4, kRows, t.spec.hidden_size);
+  const test::LayerRun run = test::run_layer(layer, x);
+  Tensor weights = Tensor::zeros(DType::kF32, run.topk_weights.shape()).value();
+  std::vector<RowNumerics> rows(kRows);
+  FusedMoE::Args args;
+  args.hidden_states = x.view();
+  args.topk_ids = run.topk_ids.view();
+  args.topk_weights = weights.view();
+  args.trace.numerics = rows;
+  weights.as<float>()[2 * 7] = 1e6F;  // row 7 is beyond 65504
+  Tensor y;
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    y = Tensor::zeros(dtype, x.shape()).value();
+    args.output = y.view();
+    ASSERT_TRUE(layer.forward(args).ok());
+    EXPECT_EQ(summarize(rows).not_finite, dtype == DType::kF16 ? 1 : 0);
+    EXPECT_EQ((rows[7].flags & kRowNotFinite) != 0, dtype == DType::kF16);
+  }
+  weights.as<float>()[2 * 7] = INFINITY;
+  ASSERT_TRUE(layer.forward(args).ok());
+  EXPECT_EQ(summarize(rows).not_finite, 1);
+  EXPECT_TRUE(std::isinf(summarize(rows).error_estimate())) << "all other weights are 0";
 }
 
 TEST(NumericsTrace, Refusals) {
