@@ -114,10 +114,11 @@ class Router {
   // scaled as the weights are); their slots become id 0 with weight 0.
   // Deterministic: a row depends on its own inputs only (simulation and EPLB: and on its position).
   // Error of a weight vs exact arithmetic on the same logits and ids: relative
-  // <= (k + 16) * 2^-23, for softmax (E + k + max|logit| + 16) * 2^-23, while the score is a normal
-  // fp32 number (sqrtsoftplus: while softplus is one, logits above -87; scores of smaller logits, at
-  // most 1.1e-19, have fewer bits, down to 0). Ids differ from exact arithmetic only where scores
-  // differ by less than that.
+  // <= (k + 16) * 2^-23, for softmax (E + k + max|logit| + 16) * 2^-23 (divided by p_norm where that
+  // is below 1: the norm is the root of that order), while the score is a normal fp32 number
+  // (sqrtsoftplus: while softplus is one, logits above -87; scores of smaller logits, at most
+  // 1.1e-19, have fewer bits, down to 0). Ids differ from exact arithmetic only where scores differ
+  // by less than that.
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (missing tensors, token
   // ids outside the hash table, inconsistent EPLB state, ids from a callback), kAliasing,
   // kUnsupported (EPLB with fused shared experts), kLimitExceeded (sizes, strides), kOutOfMemory; on
