@@ -469,7 +469,7 @@ class FusedMoE:
     @property
     def bound(self) -> float:
         """
-        Upper bound of the relative L2 error against float64 on the same stored weights.
+        Upper bound of the relative L2 error against float64 on the same stored weights, of an output in F32: one in BF16 or F16 is rounded once more (docs/accuracy.md).
         """
 
     @property
@@ -542,7 +542,7 @@ class RoutedExperts:
     @property
     def bound(self) -> float:
         """
-        Upper bound of the relative L2 error against float64 on the same stored weights.
+        Upper bound of the relative L2 error against float64 on the same stored weights, of an output in F32: one in BF16 or F16 is rounded once more (docs/accuracy.md).
         """
 
     @property

@@ -75,7 +75,8 @@ void bind_common(nanobind::class_<T>& c) {
           "Name of the scheme in force.")
       .def_prop_ro(
           "bound", [](const T& l) { return l.layer.quant().output_bound; },
-          "Upper bound of the relative L2 error against float64 on the same stored weights.")
+          "Upper bound of the relative L2 error against float64 on the same stored weights, of an "
+          "output in F32: one in BF16 or F16 is rounded once more (docs/accuracy.md).")
       .def_prop_ro(
           "experts_backend", [](const T& l) { return l.layer.experts_backend(); },
           "Name of the kernels that run.")
