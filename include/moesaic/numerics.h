@@ -54,11 +54,15 @@ struct NumericsSummary {
   std::int64_t saturated = 0, flushed = 0, not_finite = 0, beyond_bound = 0;  // rows of each kind
   std::int64_t outside = 0;                                                   // rows with any flag
   double size = 0, noise = 0;
+  double squares = 0;  // of the rows' sizes
 
   void add(const RowNumerics& row);
   void add(const NumericsSummary& other);
   // Root of noise / size: the estimated relative L2 error; 0 without rows, infinity: none is finite.
   double error_estimate() const;
+  // How many rows of one size would scatter as these do: size^2 / squares, at most all of them. A row
+  // that is as large as all others together counts for nearly half.
+  double effective_rows() const;
   // The condition of the documented bound holds: no row is outside and the estimate is within it.
   bool within(double activation_bound) const;
 };
@@ -85,9 +89,10 @@ double with_output_rounding(double bound, DType output);
 //   bound       Scheme::output_bound of the layer (weights that were converted included)
 //   activation  activation_bound of it
 // The documented one, or 1.15 times the estimate where that is more, while the estimate is within it
-// (of fewer than 16 rows, which scatter, 1.3 times the estimate); else the estimate with a margin of
-// half; the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,
-// there is none: infinity. Calls of few numbers scatter more: docs/accuracy.md.
+// (of fewer than 16 rows or 8 effective ones, which scatter, 1.3 times the estimate); else the
+// estimate with a margin of half; the weights' part in quadrature. Above kLargestUsefulBound, or with
+// rows that are not finite, there is none: infinity. Calls of few numbers scatter more:
+// docs/accuracy.md.
 double computed_bound(double bound, double activation, const NumericsSummary& summary);
 inline constexpr double kLargestUsefulBound = 0.5;
 

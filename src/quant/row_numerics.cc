@@ -24,6 +24,9 @@ constexpr double kSpread = 1.15;
 // Single rows scatter around the estimate by up to this factor; that of this many is theirs.
 constexpr double kScatter = 1.3;
 constexpr std::int64_t kManyRows = 16;
+// Of rows of different sizes: in 339 calls of more effective ones than this the error was at most 1.12
+// times the estimate, in 1677 of fewer up to 1.7 times, in one of a hundred above 1.28.
+constexpr double kManyEffectiveRows = 8;
 
 }  // namespace
 
@@ -49,6 +52,7 @@ void NumericsSummary::add(const RowNumerics& row) {
   outside += row.flags != 0 ? 1 : 0;
   size += row.size;
   noise += row.noise;
+  squares += row.size * row.size;
 }
 
 void NumericsSummary::add(const NumericsSummary& other) {
@@ -60,6 +64,7 @@ void NumericsSummary::add(const NumericsSummary& other) {
   outside += other.outside;
   size += other.size;
   noise += other.noise;
+  squares += other.squares;
 }
 
 double NumericsSummary::error_estimate() const {
@@ -67,6 +72,12 @@ double NumericsSummary::error_estimate() const {
   const bool unknown = noise > 0 || not_finite > 0;
   if (!(size > 0)) return unknown ? std::numeric_limits<double>::infinity() : 0.0;
   return std::sqrt(noise / size);
+}
+
+double NumericsSummary::effective_rows() const {
+  const auto all = static_cast<double>(rows);
+  if (!(squares > 0) || MOESAIC_FAULT(numerics_all_rows_count_alike)) return all;
+  return std::min(all, size * size / squares);
 }
 
 bool NumericsSummary::within(double activation_bound) const {
@@ -118,8 +129,9 @@ double with_output_rounding(double bound, DType output) {
 double computed_bound(double bound, double activation, const NumericsSummary& summary) {
   const double estimate = summary.error_estimate();
   if (summary.not_finite > 0) return std::numeric_limits<double>::infinity();
-  const bool few =
-      summary.rows > 0 && summary.rows < kManyRows && !MOESAIC_FAULT(numerics_few_rows_are_many);
+  const bool few = summary.rows > 0 &&
+                   (summary.rows < kManyRows || summary.effective_rows() < kManyEffectiveRows) &&
+                   !MOESAIC_FAULT(numerics_few_rows_are_many);
   if (MOESAIC_FAULT(numerics_bound_is_always_the_stated_one)) return bound;
   const double weights = std::max(bound * bound - activation * activation, 0.0);
   const auto with_margin = [&](double margin) {

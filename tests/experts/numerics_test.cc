@@ -90,6 +90,11 @@ TEST(Numerics, SummaryCountsRowsByKind) {
   EXPECT_EQ(s.beyond_bound, 1);
   EXPECT_EQ(s.not_finite, 1);
   EXPECT_DOUBLE_EQ(s.error_estimate(), std::sqrt(0.09 / 9.0));
+  EXPECT_DOUBLE_EQ(s.effective_rows(), 81.0 / 41.0);
+  NumericsSummary twice = s;
+  twice.add(s);
+  EXPECT_DOUBLE_EQ(twice.effective_rows(), 162.0 / 41.0);
+  EXPECT_EQ(NumericsSummary().effective_rows(), 0.0);
   EXPECT_FALSE(s.within(1.0));
   const NumericsSummary clean = summarize({rows.data(), 1});
   EXPECT_TRUE(clean.within(0.06));
@@ -110,6 +115,10 @@ TEST(Numerics, BoundsOfOneCall) {
   s.rows = 15;
   EXPECT_NEAR(computed_bound(0.06, 0.06, s), 0.075, 1e-12) << "single rows scatter";
   s.rows = 16;
+  s.squares = 1.0 / 7;
+  EXPECT_NEAR(computed_bound(0.06, 0.06, s), 0.075, 1e-12) << "as few, if most are small";
+  s.squares = 1.0 / 9;
+  EXPECT_EQ(computed_bound(0.06, 0.06, s), 0.06);
   s.noise = 0.055 * 0.055;
   EXPECT_NEAR(computed_bound(0.06, 0.06, s), 1.15 * 0.055, 1e-12) << "no estimate is exact";
   s.not_finite = 1;
