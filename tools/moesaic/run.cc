@@ -188,8 +188,8 @@ Verb make_run(CLI::App& root) {
       ->capture_default_str();
   app->add_flag(
       "--strict", state->strict,
-      "Refuse (exit 4, nothing written) when rows saturate, are flushed or leave a larger "
-      "rounding error than the scheme's bound is stated for");
+      "Refuse (exit 4, nothing written) when rows saturate, are flushed, are not finite or leave a "
+      "larger rounding error than the scheme's bound is stated for");
   add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
   add_rank_options(*app, state->ranks);
