@@ -29,8 +29,8 @@ enum RowNumericsFlag : std::uint32_t {
   // Values were lost below the smallest normal code, and with them more of the row than rounding
   // takes: a scale at its lower end, F16 below 2^-14, static scales that are too large.
   kRowFlushed = 1U << 1,
-  // NaN or infinity in the hidden states, in the intermediate or in the row of one of its experts;
-  // of a layer also in the output, or NaN in the logits of its own gate (which weigh 0).
+  // NaN or infinity in the hidden states, the intermediate, an expert's row or a layer's output; of a
+  // layer's own gate also logits that are NaN, +infinity or all -infinity.
   kRowNotFinite = 1U << 2,
   // The error estimate f of one of its expert rows is above 1.5 times the scheme's bound.
   kRowBeyondBound = 1U << 3,

@@ -36,8 +36,15 @@ bool any_in_row(const ConstTensorView& t, std::int64_t row, bool (*is)(float)) {
   return false;
 }
 
+// Of logits by which a router weighs the whole row with 0, or leaves an expert out.
+bool spoils_routing(const ConstTensorView& logits, std::int64_t row) {
+  if (!logits.present()) return false;
+  return any_in_row(logits, row, [](float v) { return std::isnan(v) || v == HUGE_VALF; }) ||
+         !any_in_row(logits, row, [](float v) { return std::isfinite(v); });
+}
+
 // What no expert's row shows: a sum that its dtype does not hold, a part that is none of theirs, and
-// NaN among the logits of the layer's own gate, by which a router weighs rows with 0.
+// logits of the layer's own gate that are no numbers.
 void report_rows_not_finite(const FusedMoE::Args& args, const ConstTensorView& own_logits) {
   const std::span<RowNumerics> numerics = args.trace.numerics;
   const auto not_finite = [](float v) { return !std::isfinite(v); };
@@ -45,7 +52,7 @@ void report_rows_not_finite(const FusedMoE::Args& args, const ConstTensorView& o
     const auto t = static_cast<std::int64_t>(i);
     if (layer::is_padding(args, t) || MOESAIC_FAULT(layer_outputs_are_finite)) continue;
     if (any_in_row(args.output, t, not_finite) || any_in_row(args.shared_output, t, not_finite) ||
-        any_in_row(own_logits, t, [](float v) { return std::isnan(v); })) {
+        spoils_routing(own_logits, t)) {
       numerics[i].flags |= kRowNotFinite;
     }
   }

@@ -252,6 +252,8 @@ def layers(c):
                        UP: {"bits": 4, "data_type": "int", "sym": True}}, "ok", [])
     # compressed-tensors of other things than these linears: of the cache, of attention, of nothing at all
     plain = lambda rng, n, m: ({".weight": tensor("BF16", matrix(rng, "BF16", n, m))},)
+    # Left out by both of a writer's lists
+    layer("gptq_extra_agrees", dict(GPTQ, dynamic={"-:.*mlp\\.experts.*": {}}, extra_config={"mlp.experts": {"bits": 16}}), plain, lambda t: None, "ok", [])
     cache, token = floats8("tensor"), floats8("token", dynamic=True)
     def beside(name, groups, code, keys, linear=plain, **more):
         groups = {"g%d" % n: group for n, group in enumerate(groups)}

@@ -109,7 +109,8 @@ TEST(NumericsTrace, ANaNIsItsRowsOwn) {
 }
 
 // BF16 tensors of small_spec, of which one number is not one.
-void spoil(Tensor& t, std::int64_t at) { t.as<std::uint16_t>()[at] = 0x7FC0; }
+constexpr std::uint16_t kNaN = 0x7FC0, kInfinity = 0x7F80;
+void spoil(Tensor& t, std::int64_t at, std::uint16_t by = kNaN) { t.as<std::uint16_t>()[at] = by; }
 
 TEST(NumericsTrace, WhatIsNotFiniteInWeightsIsSaidAndLeavesOtherRowsTheirEstimate) {
   const Tensor x = random_hidden(4, kRows, test::small_spec().hidden_size);
@@ -123,6 +124,8 @@ TEST(NumericsTrace, WhatIsNotFiniteInWeightsIsSaidAndLeavesOtherRowsTheirEstimat
   for (const Case& c :
        {Case{"w2 of one expert", [](LayerTensors& t) { spoil(t.experts.w2, 7); }, false},
         Case{"gate", [](LayerTensors& t) { spoil(t.gate_weight, 5); }, true},
+        Case{"infinity in the gate", [](LayerTensors& t) { spoil(t.gate_weight, 5, kInfinity); },
+             false},
         Case{"w2 of the shared expert", [](LayerTensors& t) { spoil(t.shared.w2, 7); }, true},
         Case{"shared gate", [](LayerTensors& t) { spoil(t.shared_gate_weight, 7); }, true}}) {
     SCOPED_TRACE(c.name);

@@ -24,7 +24,7 @@ bool can_be_in_experts(std::string_view text, std::string_view experts,
     if (behind.find(text) != std::string::npos) return true;
     // Over the number, or a part of it: what is in front of it and behind it must fit.
     for (std::size_t begin = 0; begin < text.size(); ++begin) {
-      if (!before.ends_with(text.substr(0, begin))) continue;
+      if (!is_digit(text[begin]) || !before.ends_with(text.substr(0, begin))) continue;
       for (std::size_t end = begin; end < text.size() && is_digit(text[end]);) {
         ++end;
         if (behind.starts_with(text.substr(end))) return true;
@@ -61,7 +61,7 @@ QuantConfig narrowed(const QuantConfig& quant, std::string_view experts,
       return can_match_experts(texts_of_glob(entry), experts, projections);
     if (rule == NameRule::kParts) return true;
     if (rule == NameRule::kTextOrRegex && !entry.starts_with("re:"))
-      return can_match_experts({entry}, experts, projections);
+      return can_be_in_experts(entry, experts, projections);
     if (!entry.starts_with("re:")) return entry == "Linear" || entry.starts_with(experts);
     return can_match_experts(texts_of_regex(entry.substr(3)), experts, projections);
   };

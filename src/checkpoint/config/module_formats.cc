@@ -171,6 +171,7 @@ Status check_override(const QuantConfig& quant, const QuantOverride& entry,
                                     quote_name(entry.key), module, why));
   };
   if (skips_module(quant, module)) {
+    if (entry.plain) return {};
     return refuse(StatusCode::kAmbiguousFormat,
                   ", as an entry does that leaves it out; need one of them");
   }

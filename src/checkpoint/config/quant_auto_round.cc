@@ -49,8 +49,9 @@ Status refuse_other_steps(const ConfigFields& fields) {
   return {};
 }
 
-// A key of extra_config is searched for in names as a regular expression, unless it is one. Most are:
-// without its signs a key is a text, a whole name or a part of several ("mlp.experts").
+// A key of extra_config is searched for in names as a regular expression, unless it is a linear's name.
+// Without an expression's signs a key is taken for a part of names ("mlp.experts"), whole ones too:
+// that one linear's name is a part of another's ("mlp.gate", "mlp.gate_proj") decides about no expert.
 bool is_expression(std::string_view key) {
   return key.find_first_of("*+?^$()[]{}|\\") != std::string_view::npos || key.starts_with("re:");
 }
@@ -80,7 +81,7 @@ QuantOverride override_of(const ConfigFields& fields, const std::string& key,
                           nlohmann::json values) {
   const auto type = values.find("data_type");
   if (type != values.end() && *type == std::string(kIntegers)) values.erase(type);
-  return {key, pattern_of(key), fields.difference_of(values), kExtraConfig};
+  return {key, pattern_of(key), fields.difference_of(values), kExtraConfig, false};
 }
 
 // Modules that are described otherwise than the rest: left out, with 16 bits, or not supported
@@ -125,7 +126,12 @@ Status check_extra_config(const ConfigFields& fields, QuantConfig* quant) {
   const ConfigFields entries(*extra, fmt::format("{}: {}", fields.where(), kExtraConfig));
   for (const auto& [key, value] : extra->items()) {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
-    if (values != nullptr) quant->overrides.push_back(override_of(fields, key, *values));
+    if (values == nullptr) continue;
+    QuantOverride entry = override_of(fields, key, *values);
+    const auto bits = values->find("bits");
+    entry.plain = bits != values->end() && bits->is_number_integer() && *bits >= kPlainBits &&
+                  !MOESAIC_FAULT(checkpoint_extra_config_contradicts_lists);
+    quant->overrides.push_back(std::move(entry));
   }
   return {};
 }

@@ -50,6 +50,7 @@ struct QuantOverride {
   std::string pattern;     // its regular expression
   std::string difference;  // from the rest of the description; empty: none
   std::string_view list = "dynamic";
+  bool plain = false;  // it leaves out what it matches
   bool operator==(const QuantOverride&) const = default;
 };
 

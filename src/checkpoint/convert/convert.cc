@@ -452,13 +452,13 @@ Result<std::optional<double>> converted_weight_error(const std::string& director
     if (!fs::exists(path, error)) return std::optional<double>();
     MOESAIC_ASSIGN_OR_RETURN(const std::string text,
                              checkpoint::read_text_file(path, checkpoint::kMaxConfigBytes));
-    const Json record = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+    const auto record = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
     const Status corrupt(StatusCode::kCorruptFile,
                          fmt::format("{}: need layers with layer and rel_l2_weights", path));
     if (!record.is_object() || !record.contains("layers") || !record["layers"].is_array()) {
       return corrupt;
     }
-    for (const Json& entry : record["layers"]) {
+    for (const nlohmann::json& entry : record["layers"]) {
       if (!entry.is_object() || !entry.contains("layer") || !entry["layer"].is_number_integer() ||
           !entry.contains("rel_l2_weights") || !entry["rel_l2_weights"].is_number()) {
         return corrupt;

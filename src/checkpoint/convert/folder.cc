@@ -117,7 +117,8 @@ std::optional<std::set<std::string>> recorded_files(const fs::path& folder) {
   const Result<std::string> text =
       read_text_file((folder / kConversionRecord).string(), kMaxRecordBytes);
   if (!text.ok()) return std::nullopt;
-  const auto record = nlohmann::ordered_json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  // Not ordered_json, whose parser looks for each key among all before it.
+  const auto record = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!record.is_object() || !record.contains("scheme") || !record.contains("files") ||
       !record["files"].is_array()) {
     return std::nullopt;
@@ -219,7 +220,7 @@ nlohmann::ordered_json recorded_name(const std::string& name) {
   return {{"bytes", hex}};
 }
 
-std::string name_of_record(const nlohmann::ordered_json& recorded) {
+std::string name_of_record(const nlohmann::json& recorded) {
   if (recorded.is_string()) return recorded.get<std::string>();
   if (!recorded.is_object() || !recorded.contains("bytes") || !recorded["bytes"].is_string()) {
     return {};

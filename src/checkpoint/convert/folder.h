@@ -27,7 +27,7 @@ struct ConvertDestination {
 // A file's name as the record holds it: text, or where it is no UTF-8 {"bytes": "666f6fff"}. Back:
 // empty for anything else.
 nlohmann::ordered_json recorded_name(const std::string& name);
-std::string name_of_record(const nlohmann::ordered_json& recorded);
+std::string name_of_record(const nlohmann::json& recorded);
 
 // Checks that the folder `to` may become a conversion of the folder `from`: a name that does not
 // exist, an empty folder, or a result of convert without other files, which is replaced; with

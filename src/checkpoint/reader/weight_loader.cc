@@ -240,8 +240,11 @@ Result<bool> WeightLoader::Impl::load(std::string_view pushed, ConstTensorView t
     if (name == pushed) return kept.status();
     return kept.status().with_context(fmt::format("pushed as {}", checkpoint::quote_name(pushed)));
   }
-  // Not before: of what waited, this may let bytes go for good.
-  if (before_ && planned(name) != nullptr) settle_waiting();
+  // Not before: of what waited, this may let bytes go for good. Where memory ends they go on waiting.
+  static_cast<void>(checkpoint::guard_allocation(kLabel, [&] {
+    if (before_ && planned(name) != nullptr) settle_waiting();
+    return Status();
+  }));
   before_.reset();
   return kept;
 }
@@ -382,7 +385,7 @@ Result<bool> WeightLoader::load(std::string_view name, ConstTensorView tensor) {
 Result<bool> WeightLoader::load(std::string_view name, ConstTensorView tensor,
                                 std::uint32_t ggml_type) {
   const bool plain = checkpoint::plain_ggml_type(ggml_type).has_value();
-  if (!plain && quant::gguf_type_info(ggml_type) == nullptr) {
+  if (!plain && quant::gguf_type_info(ggml_type) == nullptr && looks_at(name)) {
     return Status(StatusCode::kUnsupported,
                   fmt::format("{}: got GGUF type {}, need one of {}", checkpoint::quote_name(name),
                               ggml_type, quant::gguf_type_names()));
