@@ -36,7 +36,10 @@ MoeLayerSpec draw_spec(Rng& rng, bool whole, bool gpu, std::string& scheme) {
     spec.intermediate_size = 64 * (whole ? rng.integer(1, 3) : 24);
   }
   spec.quant = scheme_called(scheme);
-  spec.activation_dtype = pick<DType>(rng, {DType::kBF16, DType::kBF16, DType::kF16, DType::kF32});
+  const bool fast = gpu && chance(rng, 0.7);  // mostly what a GPU's own ways take
+  spec.activation_dtype =
+      fast ? DType::kBF16
+           : pick<DType>(rng, {DType::kBF16, DType::kBF16, DType::kF16, DType::kF32});
   spec.num_experts = spec.routing.num_experts = rng.integer(1, 12);
   RoutingSpec& routing = spec.routing;
   routing.top_k = rng.integer(1, std::min<std::int64_t>(5, spec.num_experts));
@@ -105,7 +108,10 @@ void draw_options(Rng& rng, const MoeLayerSpec& spec, const RandomWorld& world,
   o.num_threads = 1;
   o.max_tokens = pick<std::int64_t>(rng, {1, 2, 3, 5, 16});
   const bool gpu = o.device.is_cuda();
-  if (gpu) o.ranks.engine = pick<RankEngine>(rng, {RankEngine::kAuto, RankEngine::kMessages});
+  if (gpu) {
+    o.ranks.engine = pick<RankEngine>(rng, {RankEngine::kAuto, RankEngine::kMessages});
+    if (chance(rng, 0.6)) o.max_tokens = 16;
+  }
   std::vector<RankTransport> transports = {RankTransport::kAuto, RankTransport::kGather};
   if (world.ep) {
     transports.push_back(RankTransport::kAllToAll);
@@ -171,6 +177,10 @@ RankRows draw_rows(Rng& rng, const RandomRanks& c, bool batched,
   r.x = ConstTensorView(r.memory.data(), dtype, Shape{tokens, spec.hidden_size});
   r.x.strides[0] = pitch;
   r.output = pick<DType>(rng, {DType::kF32, DType::kF32, DType::kBF16, DType::kF16});
+  // The device's own memory takes no other from BF16 models.
+  if (c.options.device.is_cuda() && r.output == DType::kF16 && chance(rng, 0.8)) {
+    r.output = DType::kF32;
+  }
   r.apart = (spec.shared.intermediate_size > 0 || c.options.shared_experts) && chance(rng, 0.3);
   // In which a GPU adds them.
   if (r.apart && c.options.ranks.cut_shared && c.options.device.is_cuda()) r.output = DType::kF32;
