@@ -51,8 +51,9 @@ class GpuCall {
     a.padding_mask = view(padding_, rows.padding.view());
     a.output = output_.view();
     if (rows.apart) a.shared_output = shared_.view();
-    // A stream has its queue from its first use on.
-    prepare();
+    // The first work of a stream may wait for the kernels of others, of no rows too.
+    first_ = DeviceTensor::uninitialized(device, DType::kU8, {256}).value();
+    ok(cudaMemsetAsync(first_.data(), 0, 256, stream_), "first work");
     finish();
   }
   GpuCall(const GpuCall&) = delete;
@@ -133,7 +134,7 @@ class GpuCall {
   bool inplace_;
   cudaStream_t stream_ = nullptr;
   cudaGraphExec_t exec_ = nullptr;
-  DeviceTensor x_, logits_, weights_, ids_, input_ids_, padding_, output_, shared_;
+  DeviceTensor x_, logits_, weights_, ids_, input_ids_, padding_, output_, shared_, first_;
   FusedMoE::Args args_;
   std::string wrong_;
 };
@@ -149,7 +150,9 @@ bool enqueue_takes(const RandomRanks& c, const RankCall& call) {
          });
 }
 
-std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inplace,
+namespace {
+
+std::string enqueue_call(const FusedMoE& layer, const RankRows& rows, bool inplace,
                          Communicator& world, Rng& same, Rng& own, const CheckRows& check) {
   GpuCall call(layer, rows, inplace);
   const auto meet = [&](const char* why) {
@@ -177,6 +180,17 @@ std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inpla
     call.look(check);
   }
   return meet("done");
+}
+
+}  // namespace
+
+std::string enqueue_rows(const FusedMoE& layer, const RankRows& rows, bool inplace,
+                         Communicator& world, Rng& same, Rng& own, const CheckRows& check) {
+  std::string wrong = enqueue_call(layer, rows, inplace, world, same, own, check);
+  if (!wrong.empty()) return wrong;
+  // Nobody goes on while another frees what it had.
+  const Status status = world.barrier("freed");
+  return status.ok() ? "" : status.to_string();
 }
 
 std::int64_t replayed_graphs() { return replays; }
