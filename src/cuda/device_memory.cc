@@ -80,6 +80,13 @@ Status upload(std::string_view what, const void* from, std::int64_t bytes, Alloc
   MOESAIC_RETURN_IF_ERROR(to.reserve(what, bytes));
   return bytes == 0 ? Status() : copy_to_device(what, to.as<void>(), from, bytes);
 }
+Status copy_in_order(std::string_view what, void* to, const void* from, std::int64_t bytes,
+                     void* stream) {
+  MOESAIC_RETURN_IF_ERROR(
+      check_call(what, cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault,
+                                       static_cast<cudaStream_t>(stream))));
+  return synchronize(stream);
+}
 Status copy_on_device(std::string_view what, void* to, const void* from, std::int64_t bytes,
                       void* stream) {
   return check_call(

@@ -81,6 +81,9 @@ int current_device();
 // Blocking copies between host and device.
 Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes);
 Status copy_to_host(std::string_view what, void* to, const void* from, std::int64_t bytes);
+// Wherever the two lie: after what is on the stream, waiting for nothing else.
+Status copy_in_order(std::string_view what, void* to, const void* from, std::int64_t bytes,
+                     void* stream);
 // Reserves and fills.
 Status upload(std::string_view what, const void* from, std::int64_t bytes, Allocation& to);
 // On a stream, without waiting; capturable.

@@ -71,13 +71,10 @@ Status copy_tensor(const ConstTensorView& from, const TensorView& to, Stream str
                         from.device.to_string(), to.device.to_string())};
   }
   const Device device = from.device.is_cuda() ? from.device : to.device;
-  MOESAIC_RETURN_IF_ERROR(synchronize(device, stream));
   const cuda::DeviceScope scope(device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
-  if (!from.device.is_cuda()) return cuda::copy_to_device("copy", to.data, from.data, bytes);
-  if (!to.device.is_cuda()) return cuda::copy_to_host("copy", to.data, from.data, bytes);
-  MOESAIC_RETURN_IF_ERROR(cuda::copy_on_device("copy", to.data, from.data, bytes, stream.handle));
-  return cuda::synchronize(stream.handle);
+  // Not on the default stream: what it waits for may wait for the caller's next work.
+  return cuda::copy_in_order("copy", to.data, from.data, bytes, stream.handle);
 }
 
 Status synchronize(Device device, Stream stream) {
