@@ -82,7 +82,8 @@ constexpr auto kRefusedArchitectures = std::to_array<RefusedArchitecture>({
 Result<bool> is_glm_flash(const GgufMetadata& metadata) {
   constexpr std::int64_t kBlocks = 47, kVocabulary = 154880;  // and a block that predicts
   MOESAIC_ASSIGN_OR_RETURN(const auto blocks, metadata.integer("block_count", 1, kMaxLayers));
-  if ((blocks != kBlocks && blocks != kBlocks + 1) || MOESAIC_FAULT(gguf_glm_flash_is_softmax)) {
+  const std::int64_t count = blocks.value_or(0);
+  if (count < kBlocks || count > kBlocks + 1 || MOESAIC_FAULT(gguf_glm_flash_is_softmax)) {
     return false;
   }
   const Result<std::int64_t> vocabulary = metadata.vocabulary();

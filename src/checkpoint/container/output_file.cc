@@ -228,7 +228,7 @@ Status OutputFile::copy_to_named() {
     }
     return ::fsync(fd_) == 0 ? Status() : system_error("flush", errno);
   };
-  const Status status = copy();
+  Status status = copy();
   ::close(from);
   return status;
 }
@@ -272,7 +272,7 @@ Status OutputFile::commit() {
   if (::fsync(fd_) != 0) return system_error("flush", errno);
   if (temporary_.empty()) {
     const std::string from = path_of(fd_);
-    const Status named = give_name("create", [&](const char* name) {
+    Status named = give_name("create", [&](const char* name) {
       return ::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, name, AT_SYMLINK_FOLLOW);
     });
     // Some network and stacked file systems, and sandboxes, refuse links and write files.
