@@ -1,7 +1,5 @@
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/container/json_strict.h"
@@ -62,26 +60,19 @@ TEST(JsonDocument, RefusesWithReason) {
             "");
 }
 
-// In the text's order, with no search among the members: of so many it would take minutes.
+// In the text's order, and without a search for each key: what stands twice is seen when its object ends,
+// not before, and append_member takes it for new. A search among 150000 members takes minutes.
 TEST(JsonDocument, OrderedMembersAreAppended) {
-  constexpr int kMembers = 150000;
-  std::string text = R"({"b":{"z":1,"a":[true,{}]},"long_names_of_modules":{)";
-  for (int i = 0; i < kMembers; ++i) {
-    text += fmt::format("{}\"model.layers.{}.mlp.experts.up_proj\":{}", i > 0 ? "," : "", i, i);
-  }
-  text += R"(},"a":-0.5})";
-  const auto start = std::chrono::steady_clock::now();
-  const auto json =
-      checkpoint::parse_ordered_json_document("x.json", text, {std::size_t{1} << 24, 8});
-  nlohmann::ordered_json made = nlohmann::ordered_json::object();
-  for (int i = 0; i < kMembers; ++i) {
-    checkpoint::append_member(&made, fmt::format("a module with the number {}", i), i);
-  }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  const std::string text = R"({"b":{"z":1,"a":[true,{}]},"a":-0.5,"":{"2":2,"1":1,"3":3}})";
+  const auto json = checkpoint::parse_ordered_json_document("x.json", text, {1000, 8});
   ASSERT_TRUE(json.ok()) << json.status().to_string();
   EXPECT_EQ(json->dump(), text);
-  EXPECT_EQ(made.size(), static_cast<std::size_t>(kMembers));
-  EXPECT_EQ(made.back(), kMembers - 1);
+  nlohmann::ordered_json made = nlohmann::ordered_json::object();
+  for (const int value : {1, 2}) checkpoint::append_member(&made, "a", value);
+  EXPECT_EQ(made.dump(), R"({"a":1,"a":2})");
+  expect_refusal(
+      checkpoint::parse_ordered_json_document("x.json", R"({"a":1,"a":2,)", {99, 8}).status(),
+      StatusCode::kCorruptFile, {"x.json", "unexpected end"});
   for (const char* twice : {R"({"a":1,"b":2,"a":3})", R"([{"b":{"x":{},"x":{}}}])"}) {
     expect_refusal(checkpoint::parse_ordered_json_document("x.json", twice, {99, 8}).status(),
                    StatusCode::kCorruptFile, {"x.json: duplicate key"});
