@@ -25,12 +25,7 @@ DeviceScope::DeviceScope(int device) : device_(device) {}
 DeviceScope::~DeviceScope() = default;
 Status DeviceScope::status() const { return no_backend(); }
 
-Status copy_to_device(std::string_view, void*, const void*, std::int64_t) { return no_backend(); }
-Status copy_to_host(std::string_view, void*, const void*, std::int64_t) { return no_backend(); }
 Status copy_in_order(std::string_view, void*, const void*, std::int64_t, void*) {
-  return no_backend();
-}
-Status copy_on_device(std::string_view, void*, const void*, std::int64_t, void*) {
   return no_backend();
 }
 Status synchronize(void*) { return no_backend(); }
