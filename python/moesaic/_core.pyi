@@ -422,6 +422,78 @@ class WeightLoader:
     def bytes(self) -> int:
         """That are held now."""
 
+class Numerics:
+    """
+    What rounding did to the rows of one call, and whether they are those that the layer's bound is stated for.
+    """
+
+    @property
+    def within(self) -> bool:
+        """No row is outside, and the estimated error is within activation_bound."""
+
+    @property
+    def bound(self) -> float:
+        """
+        Of the relative L2 error of this call's output: the layer's, or a wider one that follows from the estimate; infinity where there is none. Relative to the parts (experts times weights) that are added into it.
+        """
+
+    @property
+    def activation_bound(self) -> float:
+        """The part of the layer's bound that is due to rounding activations."""
+
+    @property
+    def error_estimate(self) -> float:
+        """
+        Relative L2 error that rounding activations is estimated to leave, of all rows.
+        """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def outside(self) -> int:
+        """Rows with any flag."""
+
+    @property
+    def saturated(self) -> int:
+        """Rows with values outside what a static scale can express."""
+
+    @property
+    def flushed(self) -> int:
+        """
+        Rows that lost more below the smallest normal code than rounding takes.
+        """
+
+    @property
+    def not_finite(self) -> int:
+        """Rows with NaN or infinity on their way."""
+
+    @property
+    def beyond_bound(self) -> int:
+        """
+        Rows with an expert whose estimated error is above 1.5 times the bound.
+        """
+
+    @property
+    def row_errors(self, /) -> Any:
+        """[M] F32: error_estimate of each row."""
+
+    @property
+    def row_flags(self, /) -> Any:
+        """
+        [M] I32: the sum of SATURATED, FLUSHED, NOT_FINITE, BEYOND_BOUND where they are so.
+        """
+
+    def __repr__(self) -> str: ...
+
+    SATURATED: int = 1
+
+    FLUSHED: int = 2
+
+    NOT_FINITE: int = 4
+
+    BEYOND_BOUND: int = 8
+
 class Trace:
     """What a call did besides its output."""
 
@@ -433,6 +505,10 @@ class Trace:
 
     @property
     def topk_weights(self, /) -> Any: ...
+
+    @property
+    def numerics(self, /) -> Numerics | None:
+        """Of a call with numerics=True."""
 
 class FusedMoE:
     """
@@ -451,9 +527,9 @@ class FusedMoE:
         The layer of the weights that a WeightLoader was given; takes them out of it. MissingTensor says what it still lacks, and leaves it as it is.
         """
 
-    def __call__(self, hidden_states: Any, *, router_logits: Any = None, topk_ids: Any = None, topk_weights: Any = None, input_ids: Any = None, padding_mask: Any = None, out: Any = None, shared_out: Any = None, stream: Any = None, trace: bool = False, copy: bool = False) -> Any:
+    def __call__(self, hidden_states: Any, *, router_logits: Any = None, topk_ids: Any = None, topk_weights: Any = None, input_ids: Any = None, padding_mask: Any = None, out: Any = None, shared_out: Any = None, stream: Any = None, trace: bool = False, numerics: bool = False, copy: bool = False) -> Any:
         """
-        Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and a Trace. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all others are contiguous. Instead of the gate: router_logits [..., E] F32, BF16 or F16. Instead of gate and router: topk_ids [..., k] I32, I64 or U32, -1 for no expert, and topk_weights [..., k] F32 (on a CPU BF16 or F16 too). input_ids [...] I32 (on a CPU I64 and U32 too): tokens, needed by layers that route by them, not read by others. padding_mask [...] Bool or U8: True is a row without a token, whose output is zero. out: as hidden_states, F32, BF16 or F16, overlapping nothing. shared_out [..., H]: takes the shared experts' part, which the output then lacks. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
+        Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and a Trace. numerics=True: a Trace with what rounding did to the rows; of host tensors, and several times as long. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all others are contiguous. Instead of the gate: router_logits [..., E] F32, BF16 or F16. Instead of gate and router: topk_ids [..., k] I32, I64 or U32, -1 for no expert, and topk_weights [..., k] F32 (on a CPU BF16 or F16 too). input_ids [...] I32 (on a CPU I64 and U32 too): tokens, needed by layers that route by them, not read by others. padding_mask [...] Bool or U8: True is a row without a token, whose output is zero. out: as hidden_states, F32, BF16 or F16, overlapping nothing. shared_out [..., H]: takes the shared experts' part, which the output then lacks. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
         """
 
     @property
@@ -524,9 +600,9 @@ class RoutedExperts:
         The experts of the weights that a WeightLoader was given; takes them out of it. MissingTensor says what it still lacks, and leaves it as it is.
         """
 
-    def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None, stream: Any = None, copy: bool = False) -> Any:
+    def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None, stream: Any = None, numerics: bool = False, copy: bool = False) -> Any:
         """
-        Output of the same kind, dtype and shape as hidden_states [..., H], F32, BF16 or F16, whose rows may be strided. topk_ids [..., k] I32, I64 or U32, -1: no expert; topk_weights [..., k] F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are. out: as hidden_states, F32, BF16 or F16, overlapping nothing. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
+        Output of the same kind, dtype and shape as hidden_states [..., H], F32, BF16 or F16, whose rows may be strided. numerics=True: as of a FusedMoE. topk_ids [..., k] I32, I64 or U32, -1: no expert; topk_weights [..., k] F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are. out: as hidden_states, F32, BF16 or F16, overlapping nothing. stream: of a call on a GPU, which without it is put on the framework's current one. copy: host tensors may go to a layer on a GPU and back. Raises InvalidShape, InvalidDType, InvalidLayout, InvalidArgument and Aliasing.
         """
 
     @property
@@ -573,9 +649,9 @@ class Router:
     Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).
     """
 
-    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, group_by_best_two: bool = False, routed_scaling_factor: float = 1.0, p_norm: float = 1.0, jitter_eps: float = 0.01, renorm_floor: float = 0.0, renorm_epsilon: float = 0.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None:
+    def __init__(self, *, num_experts: int, top_k: int, num_zero_experts: int = 0, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, group_by_best_two: bool = False, routed_scaling_factor: float = 1.0, p_norm: float = 1.0, jitter_eps: float = 0.01, renorm_floor: float = 0.0, renorm_epsilon: float = 0.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, vision_bias: Any = None, vision_token_base: int = 0, num_fused_shared_experts: int = 0, shared_expert_weight: float = 1.0, num_threads: int | None = None, device: Any = 'cpu') -> None:
         """
-        method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. scoring: softmax, sigmoid or sqrtsoftplus. group_by_best_two: groups are ranked by the sum of their two best experts, as with a correction_bias. p_norm and jitter_eps: of the methods p_norm and sparse_mixer. renormalize divides by max(sum + renorm_epsilon, renorm_floor). correction_bias [E] F32: of scores, in the choice alone. expert_scale [E] F32: the last factor of a weight. hash_table [vocabulary, k] I32: experts of a token. All are copied.
+        method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm, hash or zero_expert, whose num_zero_experts identity experts are the last columns; custom and simulated routing are the C++ library's. scoring: softmax, sigmoid or sqrtsoftplus. group_by_best_two: groups are ranked by the sum of their two best experts, as with a correction_bias. p_norm and jitter_eps: of the methods p_norm and sparse_mixer. renormalize divides by max(sum + renorm_epsilon, renorm_floor). correction_bias [E] F32: of scores, in the choice alone. expert_scale [E] F32: the last factor of a weight. hash_table [vocabulary, k] I32: experts of a token. vision_bias [E] F32: the five tokens from vision_token_base on choose by score + vision_bias instead of the table. All are copied. num_fused_shared_experts: experts behind the others that every row gets in its last slots, with shared_expert_weight.
         """
 
     @staticmethod

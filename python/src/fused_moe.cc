@@ -15,10 +15,10 @@ struct FusedLayer : Layer {
 nb::object call_fused(const FusedLayer& self, nb::handle x, nb::handle router_logits,
                       nb::handle topk_ids, nb::handle topk_weights, nb::handle input_ids,
                       nb::handle padding_mask, nb::handle out, nb::handle shared_out,
-                      nb::handle stream, bool trace, bool copy) {
+                      nb::handle stream, bool trace, bool numerics, bool copy) {
   return run(self,
              {x, router_logits, topk_ids, topk_weights, input_ids, padding_mask, out, shared_out},
-             stream, trace, copy);
+             stream, {trace, numerics}, copy);
 }
 
 MoeLayerSpec spec_without_shared(MoeLayerSpec spec, const FusedMoE::Options& options) {
@@ -111,15 +111,17 @@ void bind_fused_moe(nb::module_& m) {
       nb::arg("topk_weights").none() = nb::none(), nb::arg("input_ids").none() = nb::none(),
       nb::arg("padding_mask").none() = nb::none(), nb::arg("out").none() = nb::none(),
       nb::arg("shared_out").none() = nb::none(), nb::arg("stream").none() = nb::none(),
-      nb::arg("trace") = false, nb::arg("copy") = false,
+      nb::arg("trace") = false, nb::arg("numerics") = false, nb::arg("copy") = false,
       nb::sig(
           "def __call__(self, hidden_states: typing.Any, *, router_logits: typing.Any = None, "
           "topk_ids: typing.Any = None, topk_weights: typing.Any = None, "
           "input_ids: typing.Any = None, padding_mask: typing.Any = None, out: typing.Any = None, "
           "shared_out: typing.Any = None, stream: typing.Any = None, trace: bool = False, "
-          "copy: bool = False) -> typing.Any"),
+          "numerics: bool = False, copy: bool = False) -> typing.Any"),
       "Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and "
-      "a Trace. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all others are "
+      "a Trace. numerics=True: a Trace with what rounding did to the rows; of host tensors, and "
+      "several times as long. hidden_states [..., H] F32, BF16 or F16, rows may be strided; all "
+      "others are "
       "contiguous. Instead of the gate: router_logits [..., E] F32, BF16 or F16. Instead of gate "
       "and router: topk_ids [..., k] I32, I64 or U32, -1 for no expert, and topk_weights [..., k] "
       "F32 (on a CPU BF16 or F16 too). input_ids [...] I32 (on a CPU I64 and U32 too): tokens, "

@@ -7,6 +7,7 @@
 #include "core/fault.h"
 #include "errors.h"
 #include "gil.h"
+#include "numerics.h"
 #include "numerics/element.h"
 #include "specs.h"
 #include "tensors.h"
@@ -145,6 +146,7 @@ struct Call {
 class TraceTensors {
  public:
   nb::object router_logits = nb::none(), topk_ids = nb::none(), topk_weights = nb::none();
+  nb::object numerics = nb::none();
   void make(const Layer& self, Call* call, bool with_logits) {
     const RoutingSpec& r = self.layer.spec().routing;
     const std::int64_t rows = call->args.hidden_states.dim(0);
@@ -186,7 +188,7 @@ ConstTensorView token_ids(const TensorView& tokens, const ConstTensorView& paddi
   return {reinterpret_cast<const std::byte*>(buffer->data()), DType::kI32, ids.shape};
 }
 
-nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, bool trace,
+nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, Traced traced,
                bool copy) {
   check_not_forked(self.made_at);
   CallTensors given = tensors;
@@ -212,8 +214,13 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
     result = call.x.like(call.x.view().dtype, call.x.view().shape.dims(), &made);
     call.args.output = as_rows("out", made);
   }
-  TraceTensors traced;
-  if (trace) traced.make(self, &call, !call.ids.present());
+  TraceTensors trace;
+  if (traced.stages) trace.make(self, &call, !call.ids.present());
+  std::vector<RowNumerics> rounding;
+  if (traced.numerics) {
+    rounding.resize(static_cast<std::size_t>(call.args.hidden_states.dim(0)));
+    call.args.trace.numerics = rounding;
+  }
   const Device here = call.x.view().device;
   const bool on_device = here.is_cuda();
   if (on_device && !self.layer.device().is_cuda()) {
@@ -239,8 +246,9 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
   }
   check(status);
   drain_warnings();
-  if (!trace) return result;
-  return nb::make_tuple(result, traced);
+  if (traced.numerics) trace.numerics = numerics_of(self.layer, rounding, call.x);
+  if (!traced.stages && !traced.numerics) return result;
+  return nb::make_tuple(result, trace);
 }
 
 Result<LayerExplanation> check_options(const MoeLayerFormat& format,
@@ -302,7 +310,9 @@ void bind_trace(nb::module_& m) {
               nb::sig("def router_logits(self, /) -> typing.Any"))
       .def_ro("topk_ids", &TraceTensors::topk_ids, nb::sig("def topk_ids(self, /) -> typing.Any"))
       .def_ro("topk_weights", &TraceTensors::topk_weights,
-              nb::sig("def topk_weights(self, /) -> typing.Any"));
+              nb::sig("def topk_weights(self, /) -> typing.Any"))
+      .def_ro("numerics", &TraceTensors::numerics, "Of a call with numerics=True.",
+              nb::sig("def numerics(self, /) -> Numerics | None"));
 }
 
 }  // namespace moesaic::python

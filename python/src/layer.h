@@ -35,10 +35,16 @@ struct CallTensors {
       shared_out;
 };
 
-// One call: a new output of the kind of `x`, or `out`; with `trace` a pair of it and a Trace. `stream`:
-// tensors.h, stream_of. `copy`: host tensors may go to a layer on a GPU and back. Raises.
+// What a call returns beside its output.
+struct Traced {
+  bool stages = false;    // a Trace
+  bool numerics = false;  // one with what rounding did
+};
+
+// One call: a new output of the kind of `x`, or `out`; with anything of `traced` a pair of it and a
+// Trace. `stream`: tensors.h, stream_of. `copy`: host tensors may go to a layer on a GPU and back. Raises.
 nanobind::object run(const Layer& self, const CallTensors& tensors, nanobind::handle stream,
-                     bool trace, bool copy);
+                     Traced traced, bool copy);
 
 // Of a call: a mask of rows, Bool or U8, as U8 [M].
 ConstTensorView padding_of(const TensorView& mask);

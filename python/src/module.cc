@@ -20,6 +20,7 @@
 #include "moesaic/interop/own_layer.h"
 #include "moesaic/log.h"
 #include "moesaic/quant.h"
+#include "numerics.h"
 #include "own_arguments.h"
 #include "routing.h"
 #include "specs.h"
@@ -111,6 +112,7 @@ NB_MODULE(_core, m) {
   bind_files(m);
   bind_loader_options(m);
   bind_weight_loader(m);
+  bind_numerics(m);
   bind_trace(m);
   bind_fused_moe(m);
   bind_routed_experts(m);

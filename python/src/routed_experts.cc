@@ -22,9 +22,11 @@ struct RoutedLayer : Layer {
 };
 
 nb::object call_routed(const RoutedLayer& self, nb::handle x, nb::handle topk_ids,
-                       nb::handle topk_weights, nb::handle out, nb::handle stream, bool copy) {
+                       nb::handle topk_weights, nb::handle out, nb::handle stream, bool numerics,
+                       bool copy) {
   const nb::handle none = Py_None;
-  return run(self, {x, none, topk_ids, topk_weights, none, none, out, none}, stream, false, copy);
+  return run(self, {x, none, topk_ids, topk_weights, none, none, out, none}, stream,
+             {.numerics = numerics}, copy);
 }
 
 FusedMoE::Options experts_options(const std::string& quant, nb::handle device,
@@ -289,12 +291,13 @@ void bind_routed_experts(nb::module_& m) {
   routed.def(
       "__call__", &call_routed, nb::arg("hidden_states"), nb::arg("topk_ids"),
       nb::arg("topk_weights"), nb::kw_only(), nb::arg("out").none() = nb::none(),
-      nb::arg("stream").none() = nb::none(), nb::arg("copy") = false,
+      nb::arg("stream").none() = nb::none(), nb::arg("numerics") = false, nb::arg("copy") = false,
       nb::sig("def __call__(self, hidden_states: typing.Any, topk_ids: typing.Any, "
               "topk_weights: typing.Any, *, out: typing.Any = None, stream: typing.Any = None, "
-              "copy: bool = False) -> typing.Any"),
+              "numerics: bool = False, copy: bool = False) -> typing.Any"),
       "Output of the same kind, dtype and shape as hidden_states [..., H], F32, BF16 or F16, whose "
-      "rows may be strided. topk_ids [..., k] I32, I64 or U32, -1: no expert; topk_weights [..., "
+      "rows may be strided. numerics=True: as of a FusedMoE. topk_ids [..., k] I32, I64 or U32, "
+      "-1: no expert; topk_weights [..., "
       "k] "
       "F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are. out: as "
       "hidden_states, F32, BF16 or F16, overlapping nothing. stream: of a call on a GPU, which "

@@ -49,22 +49,26 @@ Enum enum_of(std::string_view field, const std::string& name, std::string_view (
 }
 
 void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_k,
-                 const std::string& method, const std::string& scoring, bool renormalize,
-                 std::int64_t num_expert_group, std::int64_t topk_group, bool group_by_best_two,
-                 double routed_scaling_factor, double p_norm, double jitter_eps,
-                 double renorm_floor, double renorm_epsilon, nb::handle correction_bias,
-                 nb::handle expert_scale, nb::handle hash_table, nb::handle num_threads,
-                 nb::handle device) {
+                 std::int64_t num_zero_experts, const std::string& method,
+                 const std::string& scoring, bool renormalize, std::int64_t num_expert_group,
+                 std::int64_t topk_group, bool group_by_best_two, double routed_scaling_factor,
+                 double p_norm, double jitter_eps, double renorm_floor, double renorm_epsilon,
+                 nb::handle correction_bias, nb::handle expert_scale, nb::handle hash_table,
+                 nb::handle vision_bias, std::int64_t vision_token_base,
+                 std::int64_t num_fused_shared_experts, double shared_expert_weight,
+                 nb::handle num_threads, nb::handle device) {
   const TensorArg bias("correction_bias", correction_bias), scale("expert_scale", expert_scale),
-      table("hash_table", hash_table);
+      table("hash_table", hash_table), vision("vision_bias", vision_bias);
   bias.check_not_negated("correction_bias");
   scale.check_not_negated("expert_scale");
   table.check_not_negated("hash_table");
+  vision.check_not_negated("vision_bias");
   Router::Options options;
   RoutingSpec& spec = options.spec;
   spec.method = enum_of<RoutingMethod>("method", method, routing_method_name, 10);
   spec.scoring_func = enum_of<ScoringFunc>("scoring", scoring, scoring_func_name, 3);
   spec.num_experts = num_experts;
+  spec.num_zero_experts = num_zero_experts;
   spec.top_k = top_k;
   spec.renormalize = renormalize;
   spec.num_expert_group = num_expert_group;
@@ -80,6 +84,10 @@ void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_
   if (bias.present()) options.correction_bias = bias.view();
   if (scale.present()) options.expert_scale = scale.view();
   if (table.present()) options.hash_table = table.view();
+  if (vision.present()) options.vision_bias = vision.view();
+  options.vision_token_base = vision_token_base;
+  options.num_fused_shared_experts = num_fused_shared_experts;
+  options.shared_expert_weight = static_cast<float>(shared_expert_weight);
   options.num_threads = threads_of(num_threads);
   options.device = device_of(device);
   new (self) RouterObject{unwrap(Router::create(options))};
@@ -209,38 +217,51 @@ nb::object gate_forward(const GateObject& self, nb::handle hidden_states, nb::ha
 
 void bind_routing_stages(nb::module_& m) {
   const RoutingSpec usual;
+  const Router::Options given;
   nb::class_<RouterObject>(
       m, "Router",
       "Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).")
       .def(
           "__init__", &init_router, nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
-          nb::arg("method") = "topk", nb::arg("scoring") = "softmax",
-          nb::arg("renormalize") = false, nb::arg("num_expert_group") = 1,
-          nb::arg("topk_group") = 1, nb::arg("group_by_best_two") = usual.group_by_best_two,
+          nb::arg("num_zero_experts") = usual.num_zero_experts, nb::arg("method") = "topk",
+          nb::arg("scoring") = "softmax", nb::arg("renormalize") = false,
+          nb::arg("num_expert_group") = 1, nb::arg("topk_group") = 1,
+          nb::arg("group_by_best_two") = usual.group_by_best_two,
           nb::arg("routed_scaling_factor") = usual.routed_scaling_factor,
           nb::arg("p_norm") = usual.p_norm, nb::arg("jitter_eps") = usual.jitter_eps,
           nb::arg("renorm_floor") = usual.renorm_floor,
           nb::arg("renorm_epsilon") = usual.renorm_epsilon,
           nb::arg("correction_bias").none() = nb::none(),
           nb::arg("expert_scale").none() = nb::none(), nb::arg("hash_table").none() = nb::none(),
+          nb::arg("vision_bias").none() = nb::none(),
+          nb::arg("vision_token_base") = given.vision_token_base,
+          nb::arg("num_fused_shared_experts") = given.num_fused_shared_experts,
+          nb::arg("shared_expert_weight") = given.shared_expert_weight,
           nb::arg("num_threads").none() = nb::none(), nb::arg("device").none() = "cpu",
-          nb::sig("def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', "
-                  "scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, "
+          nb::sig("def __init__(self, *, num_experts: int, top_k: int, num_zero_experts: int = 0, "
+                  "method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, "
+                  "num_expert_group: int = 1, "
                   "topk_group: int = 1, group_by_best_two: bool = False, "
                   "routed_scaling_factor: float = 1.0, p_norm: float = 1.0, "
                   "jitter_eps: float = 0.01, renorm_floor: float = 0.0, "
                   "renorm_epsilon: float = 0.0, "
                   "correction_bias: typing.Any = None, expert_scale: typing.Any = None, "
-                  "hash_table: typing.Any = None, num_threads: int | None = None, "
+                  "hash_table: typing.Any = None, vision_bias: typing.Any = None, "
+                  "vision_token_base: int = 0, num_fused_shared_experts: int = 0, "
+                  "shared_expert_weight: float = 1.0, num_threads: int | None = None, "
                   "device: typing.Any = 'cpu') -> None"),
-          "method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm or hash; "
-          "zero_expert is from_checkpoint's alone, custom and simulated routing the C++ library's. "
+          "method: topk, grouped_topk, topk_softmax, llama4, sparse_mixer, p_norm, hash or "
+          "zero_expert, whose num_zero_experts identity experts are the last columns; custom and "
+          "simulated routing are the C++ library's. "
           "scoring: softmax, sigmoid or sqrtsoftplus. group_by_best_two: groups are ranked by the "
           "sum of their two best experts, as with a correction_bias. p_norm and jitter_eps: of the "
           "methods p_norm and sparse_mixer. renormalize divides by max(sum + renorm_epsilon, "
           "renorm_floor). correction_bias [E] F32: of scores, in the "
           "choice alone. expert_scale [E] F32: the last factor of a weight. hash_table "
-          "[vocabulary, k] I32: experts of a token. All are copied.")
+          "[vocabulary, k] I32: experts of a token. vision_bias [E] F32: the five tokens from "
+          "vision_token_base on choose by score + vision_bias instead of the table. All are "
+          "copied. num_fused_shared_experts: experts behind the others that every row gets in its "
+          "last slots, with shared_expert_weight.")
       .def_static("from_checkpoint", &router_from_checkpoint, nb::arg("checkpoint"),
                   nb::arg("layer"), nb::kw_only(), nb::arg("num_threads").none() = nb::none(),
                   nb::arg("device").none() = "cpu",

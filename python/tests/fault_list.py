@@ -11,6 +11,7 @@ BINDING = {
     "python_leading_dims_unchecked": ("test_layers.py", "rows_are_those"),
     "python_narrow_weights_lost": ("test_torch.py", "narrow"),
     "python_trace_weights_unwritten": ("test_layers.py", "trace"),
+    "python_output_is_not_rounded": ("test_numerics.py", "rounded"),
     "python_gate_up_as_stored": ("test_layers.py", "arrangements"),
     "python_own_weights_not_transposed": ("test_layers.py", "arrangements"),
     "python_interrupt_ignored": ("test_errors.py", "ctrl_c"),

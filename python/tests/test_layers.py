@@ -253,6 +253,50 @@ def test_numbers_of_a_routers_method() -> None:
             moesaic.Router(**size, **{name: value})
 
 
+def test_experts_behind_the_routed_ones() -> None:
+    rng = np.random.default_rng(6)
+    logits = rng.standard_normal((5, 8)).astype(np.float32)
+    weights, ids = moesaic.Router(num_experts=8, top_k=3)(logits)
+    shared = moesaic.Router(num_experts=8, top_k=3, num_fused_shared_experts=2, shared_expert_weight=0.25)(logits)
+    assert np.array_equal(shared[0][:, :3], weights) and np.array_equal(shared[1][:, :3], ids)
+    assert np.all(shared[0][:, 3:] == 0.25) and np.all(shared[1][:, 3:] == [8, 9])
+
+    identity = moesaic.Router(
+        num_experts=6, num_zero_experts=2, top_k=3, method="zero_expert", correction_bias=np.zeros(8, np.float32)
+    )
+    assert identity.routing.num_zero_experts == 2
+    x = rng.standard_normal((5, 4)).astype(np.float32)
+    own_weights, own_ids, output = identity(logits, hidden_states=x)
+    own = ids < 6
+    assert np.array_equal(own_weights, np.where(own, weights, 0)) and np.array_equal(own_ids, np.where(own, ids, 0))
+    share = np.where(own, 0, weights).sum(axis=1, keepdims=True)
+    assert share.max() > 0 and np.allclose(output, x * share, rtol=1e-6)
+    with pytest.raises(moesaic.InvalidArgument, match="num_zero_experts: got 2"):
+        moesaic.Router(num_experts=6, num_zero_experts=2, top_k=3)
+    with pytest.raises(moesaic.InvalidArgument, match="shared_expert_weight: got inf"):
+        moesaic.Router(num_experts=6, top_k=3, num_fused_shared_experts=1, shared_expert_weight=float("inf"))
+
+
+def test_tokens_of_images_choose_by_score() -> None:
+    rng = np.random.default_rng(7)
+    table = rng.integers(0, 8, (16, 2), dtype=np.int32)
+    bias = rng.standard_normal(8).astype(np.float32)
+    hashed = {"num_experts": 8, "top_k": 2, "method": "hash", "scoring": "sqrtsoftplus", "hash_table": table}
+    router = moesaic.Router(**hashed, vision_bias=bias, vision_token_base=100)
+    logits = rng.standard_normal((8, 8)).astype(np.float32)
+    tokens = np.array([3, 100, 101, 102, 103, 104, 15, 0], np.int32)
+    ids = router(logits, input_ids=tokens)[1]
+    seen = (tokens >= 100) & (tokens < 105)
+    assert np.array_equal(ids[~seen], table[tokens[~seen]])
+    scores = np.sqrt(np.log1p(np.exp(logits))) + bias
+    assert np.array_equal(ids[seen], np.argsort(-scores, axis=1)[seen, :2])
+    with pytest.raises(moesaic.InvalidArgument, match=r"input_ids\[5\]: got 105"):
+        router(logits, input_ids=np.where(tokens == 104, 105, tokens))
+    for given in ({"vision_bias": bias}, {"vision_token_base": 100}):
+        with pytest.raises(moesaic.InvalidArgument, match="vision_"):
+            moesaic.Router(**hashed, **given)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
 def test_tokens_and_padding_have_any_shape(dtype: type) -> None:
     rng = np.random.default_rng(3)
