@@ -8,7 +8,8 @@ set(moesaic_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Moesaic)
 install(TARGETS moesaic EXPORT MoesaicTargets
         ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
         LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
-        RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+        RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR}
+        INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/moesaic DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING
         PATTERN "*.h")
 install(EXPORT MoesaicTargets NAMESPACE Moesaic:: DESTINATION ${moesaic_package_dir})
@@ -33,5 +34,10 @@ install(FILES ${PROJECT_BINARY_DIR}/MoesaicConfig.cmake ${PROJECT_BINARY_DIR}/Mo
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
 if(TARGET moesaic_tool)
+  if(MOESAIC_IS_SHARED)
+    # The tool finds the library beside it, wherever the whole is moved to.
+    file(RELATIVE_PATH moesaic_from_bin ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
+    set_property(TARGET moesaic_tool APPEND PROPERTY INSTALL_RPATH "$ORIGIN/${moesaic_from_bin}")
+  endif()
   install(TARGETS moesaic_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
