@@ -1,12 +1,13 @@
 // Builds a layer from weights that the program hands over tensor by tensor, as an engine with a
 // weight loop of its own does: here two ranks, each of which keeps its half of the experts.
-//   example_push_weights DIR     (a folder with config.json and model*.safetensors)
+//   example_push_weights DIR [LAYER]   (a folder with config.json and model*.safetensors; layer 1)
 #include <moesaic/fused_moe.h>
 #include <moesaic/weight_loader.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -47,8 +48,9 @@ Result<moesaic::FusedMoE> load_rank(const std::string& directory, const std::str
   return moesaic::FusedMoE::create(std::move(weights), options);
 }
 
-moesaic::Status run(const std::string& directory) {
+moesaic::Status run(const std::string& directory, int layer_number) {
   std::ifstream stream(directory + "/config.json");
+  if (!stream) return {moesaic::StatusCode::kNotFound, directory + "/config.json: cannot be read"};
   const std::string config{std::istreambuf_iterator<char>(stream), {}};
   double sum = 0;
   Tensor total;
@@ -57,7 +59,7 @@ moesaic::Status run(const std::string& directory) {
     parallel.ep_size = 2;
     parallel.ep_rank = rank;
     MOESAIC_ASSIGN_OR_RETURN(const moesaic::FusedMoE layer,
-                             load_rank(directory, config, 1, parallel));
+                             load_rank(directory, config, layer_number, parallel));
     const moesaic::Shape shape = {3, layer.spec().hidden_size};
     MOESAIC_ASSIGN_OR_RETURN(Tensor input, Tensor::zeros(moesaic::DType::kF32, shape));
     MOESAIC_ASSIGN_OR_RETURN(Tensor output, Tensor::zeros(moesaic::DType::kF32, shape));
@@ -111,11 +113,11 @@ moesaic::Status run_own_names() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: example_push_weights DIR\n");
+  if (argc != 2 && argc != 3) {
+    std::fprintf(stderr, "usage: example_push_weights DIR [LAYER]\n");
     return 2;
   }
-  moesaic::Status status = run(argv[1]);
+  moesaic::Status status = run(argv[1], argc == 3 ? std::atoi(argv[2]) : 1);
   if (status.ok()) status = run_own_names();
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
   return status.ok() ? 0 : 1;

@@ -28,6 +28,10 @@ Result<EplbStepper> EplbStepper::create(std::vector<FusedMoE*> layers, const Opt
   for (std::size_t i = 0; i < stepper.layers_.size(); ++i) {
     const Result<std::vector<double>> load = stepper.layers_[i]->measured_load();
     if (!load.ok()) return load.status().with_context(fmt::format("layers[{}]", i));
+    if (MOESAIC_FAULT(eplb_stepper_finds_bad_nodes_late)) continue;
+    // Not thousands of steps later, at the first decision.
+    const auto planned = stepper.layers_[i]->plan_rebalance(*load, options.num_nodes);
+    if (!planned.ok()) return planned.status().with_context(fmt::format("layers[{}]", i));
   }
   return stepper;
 }

@@ -413,7 +413,7 @@ TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
   refuse(spec, names, "", {"intermediate_size", "got 0"}, kInvalidArgument);
 
   EXPECT_EQ(mismatch(WeightLoader::from_config(mixtral_config(), 3, {}).status(), kNotFound,
-                     {"layer", "got 3"}),
+                     {"layer: got 3, need one of the MoE layers: 0, 1, 2"}),
             "");
   EXPECT_EQ(mismatch(WeightLoader::from_config("{", 0, {}).status(), kCorruptFile, {}), "");
   WeightLoader::Options options;

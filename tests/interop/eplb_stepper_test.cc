@@ -132,6 +132,18 @@ TEST(EplbStepper, RefusesByName) {
   bad.num_nodes = 0;
   expect_refusal(EplbStepper::create({&plain}, bad).status(), StatusCode::kInvalidArgument,
                  {"num_nodes: got 0"});
+  // Four nodes have whole groups, but no whole ranks: told now, not at the first decision.
+  FusedMoE::Options lone;
+  lone.num_threads = 1;
+  lone.ranks.enable_eplb = true;
+  auto balanced = make_layers(f, lone).value();
+  bad = {};
+  bad.num_nodes = 4;
+  expect_refusal(EplbStepper::create(pointers(balanced), bad).status(),
+                 StatusCode::kInvalidArgument,
+                 {"layers[0]", "num_ranks: got 1, need a multiple of num_nodes = 4"});
+  bad.num_nodes = 3;  // no whole groups: nodes are set aside
+  EXPECT_TRUE(EplbStepper::create(pointers(balanced), bad).ok());
   bad = {};
   bad.schedule.interval = 0;
   expect_refusal(EplbStepper::create({&plain}, bad).status(), StatusCode::kInvalidArgument,

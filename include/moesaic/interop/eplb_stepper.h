@@ -32,9 +32,9 @@ class EplbStepper {
     std::int64_t max_transfers = 8;  // experts that may travel in one step
   };
   // The layers are not owned and outlive this object; a layer may serve without it, but is rearranged
-  // and told whether to record by nobody else. kInvalidArgument: no layer or a null one, and the
-  // schedule's and max_transfers' values; kUnsupported: a layer without load balancing, or on several
-  // ranks without a communicator (names it).
+  // and told whether to record by nobody else. kInvalidArgument: no layer or a null one, the values of
+  // the schedule and of max_transfers, num_nodes that a layer's ranks do not divide by (EplbShape);
+  // kUnsupported: a layer without load balancing, or on several ranks without a communicator (names it).
   static Result<EplbStepper> create(std::vector<FusedMoE*> layers, const Options& options);
 
   // What a step has done.

@@ -321,4 +321,17 @@ Result<ModelConfig> parse_model_config(std::string_view json) {
   return guard_allocation("config.json", [&] { return parse_checked(json); });
 }
 
+Status no_such_layer(const ModelConfig& config, int index) {
+  std::string list;
+  for (const MoeLayerSpec& spec : config.layers) {
+    if (list.size() > 200) {  // a longer list would not be read
+      list += fmt::format(" ... {}", config.layers.back().layer);
+      break;
+    }
+    list += fmt::format("{}{}", list.empty() ? "" : ", ", spec.layer);
+  }
+  return {StatusCode::kNotFound, fmt::format("layer: got {}, need one of the MoE layers: {}", index,
+                                             list.empty() ? "none" : list)};
+}
+
 }  // namespace moesaic::checkpoint

@@ -49,4 +49,7 @@ struct ModelConfig {
 // and the value needed.
 Result<ModelConfig> parse_model_config(std::string_view json);
 
+// kNotFound for a layer that is none of its MoE layers, with their numbers.
+Status no_such_layer(const ModelConfig& config, int index);
+
 }  // namespace moesaic::checkpoint

@@ -107,18 +107,7 @@ struct Checkpoint::Impl {
     return {};
   }
 
-  Status no_such_layer(int index) const {
-    std::string list;
-    for (const MoeLayerSpec& spec : config.layers) {
-      if (list.size() > 200) {  // a longer list would not be read
-        list += fmt::format(" ... {}", config.layers.back().layer);
-        break;
-      }
-      list += fmt::format("{}{}", list.empty() ? "" : ", ", spec.layer);
-    }
-    return {StatusCode::kNotFound, fmt::format("layer: got {}, need one of the MoE layers: {}",
-                                               index, list.empty() ? "none" : list)};
-  }
+  Status no_such_layer(int index) const { return checkpoint::no_such_layer(config, index); }
 };
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -365,11 +365,7 @@ Result<WeightLoader> WeightLoader::make(checkpoint::ModelConfig config, int inde
                                         const Options& options) {
   const auto found = std::find_if(config.layers.begin(), config.layers.end(),
                                   [&](const MoeLayerSpec& layer) { return layer.layer == index; });
-  if (found == config.layers.end()) {
-    return Status(StatusCode::kNotFound,
-                  fmt::format("layer: got {}, need one of the {} MoE layers of the configuration",
-                              index, config.layers.size()));
-  }
+  if (found == config.layers.end()) return checkpoint::no_such_layer(config, index);
   const MoeLayerSpec spec = *found;
   auto impl = std::make_unique<Impl>(std::move(config), spec, options);
   MOESAIC_RETURN_IF_ERROR(impl->choose_experts());
