@@ -21,6 +21,7 @@ from cli_support import (
     UNSUPPORTED,
     USAGE,
     ToolTest,
+    golden_input,
     main,
     read_safetensors,
     run,
@@ -253,6 +254,15 @@ class Accuracy(ToolTest):
         self.assertLess(rows["int8-g128-int8"]["activations"], rows["int8"]["activations"])
         self.assertGreater(rows["int4-g128-int8"]["arithmetic"], 3 * rows["int4-g128"]["arithmetic"])
 
+    def test_rows_that_measure_nothing_are_the_files_fault(self):
+        model = self.copy_model("mini-qwen3-moe")
+        golden, name = golden_input("mini-qwen3-moe")
+        _, (_, width), _ = tensor_of(golden, name)
+        for tokens, value, found in ((0, 0.0, "0 tokens"), (2, 0.0, "zeros alone"), (2, float("nan"), "NaN")):
+            rows = ("F32", [tokens, width], struct.pack("<f", value) * (tokens * width))
+            output = name.replace(".input", ".output")
+            write_safetensors(model / "golden.safetensors", {name: rows, output: rows})
+            self.fails(BAD_INPUT, f"{name}: got {found}", arguments=["accuracy", "--model", model])
 
     def test_of_checkpoints_with_scales_of_scales(self):
         model = self.folder / "model"
@@ -300,6 +310,19 @@ class Balance(ToolTest):
             self.assertEqual("is no multiple of --nodes" in text, policy == "global")
         self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, BAD_INPUT)
         self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
+
+    def test_what_would_fill_memory_is_refused(self):
+        def told(code, load, *arguments):
+            result = self.balance(load, "--ranks", 1, *arguments)
+            self.assertEqual(result.returncode, code, result.stderr[:500])
+            return result.stderr
+
+        # A small file and an option: 300 layers of a million slots each.
+        self.assertIn("need at most 55924", told(USAGE, [[1]] * 300, "--redundant", 1 << 20))
+        self.assertIn("need at most 1048576", told(BAD_INPUT, "[" + "0," * (1 << 20) + "0]"))
+        self.assertIn("got 4097 layers", told(BAD_INPUT, [[1]] * 4097))
+        self.assertIn("text", told(BAD_INPUT, " " * 64_000_001 + "[1]"))
+        self.assertEqual(self.balance([[1]] * 4096, "--ranks", 1, "--redundant", 7).returncode, OK)
 
 
 if __name__ == "__main__":

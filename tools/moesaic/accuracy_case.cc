@@ -224,6 +224,24 @@ Result<AccuracyCase> gaussian_case(std::uint64_t seed) {
   return c;
 }
 
+namespace {
+
+// Of rows that are no rows, or without a value, no scheme has an error that could be judged.
+Status check_rows(const std::string& name, const std::vector<double>& rows) {
+  const auto is_finite = [](double x) { return std::isfinite(x); };
+  const char* found = rows.empty()                                        ? "0 tokens"
+                      : !std::all_of(rows.begin(), rows.end(), is_finite) ? "NaN or infinity"
+                      : std::count(rows.begin(), rows.end(), 0.0) == std::ssize(rows)
+                          ? "zeros alone"
+                          : nullptr;
+  if (found == nullptr) return {};
+  return {StatusCode::kCorruptFile,
+          fmt::format("{}: got {}, need rows of finite numbers: nothing would be measured", name,
+                      found)};
+}
+
+}  // namespace
+
 Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_tokens) {
   MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(model));
   MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden, TensorFile::open(golden_beside(model)));
@@ -270,6 +288,8 @@ Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_token
     store_from_f32(c.hidden_states.data(), DType::kBF16, i,
                    load_as_f32(all.data(), all.dtype(), i));
   }
+  MOESAIC_RETURN_IF_ERROR(
+      check_rows(blocks.front().prefix + ".input", to_doubles(c.hidden_states.view())));
   FusedMoE::Options options;
   options.quant = "f32";
   options.max_tokens = tokens;

@@ -26,6 +26,9 @@ using Matrix = std::vector<std::vector<double>>;
 constexpr double kMaxLoad = 1e300;
 // Far above what run --json writes.
 constexpr int kMaxDepth = 32;
+// As of a checkpoint's layers, and above any model's slots: bounds memory and time.
+constexpr std::size_t kMaxLayers = 4096;
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 20, kMaxSlotsOfLayers = kMaxSlots << 4;
 
 // [experts], [[experts], ...] or an object that has one of them as expert_load, as run --json does.
 Result<Matrix> read_load(const std::string& path) {
@@ -43,6 +46,11 @@ Result<Matrix> read_load(const std::string& path) {
   if (json.is_object() && json.contains("expert_load")) value = &json["expert_load"];
   if (!value->is_array() || value->empty()) return bad("no array of loads");
   const bool nested = value->front().is_array();
+  if (nested && value->size() > kMaxLayers) {
+    return Status(
+        StatusCode::kLimitExceeded,
+        fmt::format("{}: loads: got {} layers, need at most {}", path, value->size(), kMaxLayers));
+  }
   Matrix loads;
   const auto row = [&](const nlohmann::json& numbers) -> Status {
     if (!numbers.is_array() || numbers.empty()) return bad("a layer is not an array of loads");
@@ -94,6 +102,17 @@ int run_balance(const BalanceArguments& state) {
     return console.fail(loads.status(), Origin::kFile, "'moesaic run --json' writes such a file");
   }
   const auto experts = static_cast<std::int64_t>(loads->front().size());
+  const auto layers = static_cast<std::int64_t>(loads->size());
+  const std::int64_t room = std::min(kMaxSlots, kMaxSlotsOfLayers / layers);
+  if (experts + state.redundant > room) {
+    // The file's fault where it alone asks for as much.
+    return console.fail(
+        {StatusCode::kLimitExceeded,
+         fmt::format("slots: got {} experts and {} redundant in each of {} layer(s), need at most "
+                     "{} of both",
+                     experts, state.redundant, layers, room)},
+        experts > room ? Origin::kFile : Origin::kOption);
+  }
   EplbShape shape;
   shape.num_physical = experts + state.redundant;
   shape.num_ranks = state.ranks;

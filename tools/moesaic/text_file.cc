@@ -10,7 +10,7 @@
 namespace moesaic::tool {
 namespace {
 
-constexpr std::size_t kMaxTextBytes = 256'000'000;
+constexpr std::size_t kMaxTextBytes = 64'000'000;  // parsed, some twenty times as much
 
 }  // namespace
 

@@ -8,7 +8,7 @@
 namespace moesaic::tool {
 
 // The whole file, which may be a pipe (`run --json | balance --load /dev/stdin`). kNotFound, kIo
-// (a folder, a failure while reading), kLimitExceeded above 256 MB, so that /dev/zero ends.
+// (a folder, a failure while reading), kLimitExceeded above 64 MB, so that /dev/zero ends.
 Result<std::string> read_text(const std::string& path);
 
 }  // namespace moesaic::tool
