@@ -483,8 +483,8 @@ class FusedMoE {
   Status set_eplb_state(const EplbState& state,
                         std::span<const std::int32_t> physical_to_logical = {});
   // The placement that rebalance_experts computes for `load` [num_experts], with slots kept where
-  // they can be: what begin_rearrange takes. Ranks of one node are consecutive. Errors of
-  // rebalance_experts.
+  // they can be: what begin_rearrange takes; without any load the current one. Ranks of one node are
+  // consecutive. Errors of rebalance_experts.
   Result<std::vector<std::int32_t>> plan_rebalance(std::span<const double> load,
                                                    int num_nodes = 1) const;
   // Begins to move experts until slot p holds wanted[p]; every expert needs a slot. Nothing

@@ -1,6 +1,7 @@
 // Expert load balancing of a FusedMoE: measuring, the caller's maps, moving, switching.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/fault.h"
@@ -118,6 +119,11 @@ Result<std::vector<std::int32_t>> FusedMoE::plan_rebalance(std::span<const doubl
   shape.num_nodes = num_nodes;
   shape.num_groups = static_cast<int>(impl_->spec.routing.num_expert_group);
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> placed, rebalance_experts(load, shape));
+  // Of equals the first is copied: an idle layer would have all copies of its first expert.
+  if (std::count(load.begin(), load.end(), 0.0) == std::ssize(load) &&
+      !MOESAIC_FAULT(eplb_rearranges_idle_layers)) {
+    return physical_to_logical();
+  }
   return preserve_slots(physical_to_logical(), placed, shape.num_ranks);
 }
 

@@ -115,6 +115,26 @@ TEST(EplbStepper, RecordsAsTheScheduleSays) {
   EXPECT_EQ(before, 4.0 * test::kEplbTokens * 5);
 }
 
+// The policy would copy the first expert into all redundant slots, which traffic would find there.
+TEST(EplbStepper, LayersWithoutLoadKeepTheirPlaces) {
+  const EplbFixture f(test::eplb_spec());
+  FusedMoE::Options o;
+  o.num_threads = 1;
+  o.ranks.enable_eplb = true;
+  o.ranks.num_redundant_experts = 2;
+  auto layers = make_layers(f, o).value();
+  const auto places = layers[0].physical_to_logical();
+  EXPECT_EQ(f.forward(layers[1], 0), "");  // one has load
+  auto stepper = EplbStepper::create(pointers(layers), every_four_steps()).value();
+  const auto report = stepper.step().value();
+  EXPECT_TRUE(report.decided);
+  EXPECT_EQ(report.left, 1U);
+  for (int step = 0; step < 4; ++step) ASSERT_TRUE(stepper.step().ok());
+  EXPECT_EQ(layers[0].physical_to_logical(), places);
+  EXPECT_NE(layers[1].physical_to_logical(), places);
+  EXPECT_EQ(layers[2].physical_to_logical(), places);
+}
+
 TEST(EplbStepper, RefusesByName) {
   const EplbFixture f(test::eplb_spec());
   FusedMoE plain = test::make_layer(f.tensors);

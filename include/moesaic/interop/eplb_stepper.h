@@ -47,9 +47,10 @@ class EplbStepper {
     std::size_t left = 0;           // layers that still have to
   };
   // Once after each step of the model, also of a step in which this rank had no rows. A decision that
-  // falls due while layers still move waits until they have. Layers whose placement stays are left
-  // alone. Errors: those of FusedMoE's functions, with the layer's index; then no layer moves until the
-  // next decision, and every layer is whole, some in their new placement and some in their old one.
+  // falls due while layers still move waits until they have. Layers whose placement stays, and those
+  // without any measured load, are left alone. Errors: those of FusedMoE's functions, with the layer's
+  // index; then no layer moves until the next decision, and every layer is whole, some in their new
+  // placement and some in their old one.
   Result<Report> step();
   // Whether this step's forward calls record: what the layers have been told.
   bool recording() const { return schedule_.recording(); }
