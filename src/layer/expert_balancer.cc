@@ -118,6 +118,8 @@ Status ExpertBalancer::update_view() {
 }
 
 Status ExpertBalancer::set_recording(bool record) {
+  // Told in every step of a model (EplbStepper): the memory would wait for the calls before each time.
+  if (record == record_ && !MOESAIC_FAULT(eplb_tells_the_memory_again)) return {};
   if (memory_) MOESAIC_RETURN_IF_ERROR(memory_->set_recording(record));
   record_ = record;
   return {};

@@ -88,7 +88,10 @@ class LateMemory final : public layer::SlotMemory {
     return {};
   }
   Status set_maps(const ExpertMaps&) override { return {}; }
-  Status set_recording(bool) override { return {}; }
+  Status set_recording(bool) override {
+    ++told_;
+    return {};
+  }
   Status end_step() override { return {}; }
   Status window_load(std::span<double>) override { return {}; }
   Status total_load(std::span<std::uint32_t>) override { return {}; }
@@ -111,10 +114,11 @@ class LateMemory final : public layer::SlotMemory {
         std::make_unique<LateStage>(*made, rank_, behaviour_.fails_at));
   }
   int stages() const { return stages_; }
+  int told() const { return told_; }  // whether to record
 
  private:
   Lobby& lobby_;
-  int rank_, stages_ = 0;
+  int rank_, stages_ = 0, told_ = 0;
   Behaviour behaviour_;
 };
 
@@ -291,6 +295,17 @@ TEST(SlotStage, OneRankAloneMovesThroughItToo) {
   EXPECT_TRUE(r.balancer->advance(nullptr, 8, r.slots.parts).value());
   EXPECT_TRUE(r.slots.are_of(r.balancer->local_experts()));
   EXPECT_EQ(r.balancer->local_experts()[0], wanted[0]);
+}
+
+// A GPU's memory waits for the calls before it: not in every step of a model.
+TEST(SlotStage, TheMemoryIsToldWhatChanges) {
+  Lobby lobby;
+  Rank r = Rank::make(lobby, 0, {});
+  for (const bool record : {true, true, false, false, true}) {
+    ASSERT_TRUE(r.balancer->set_recording(record).ok());
+    EXPECT_EQ(r.balancer->recording(), record);
+  }
+  EXPECT_EQ(r.memory->told(), 2);
 }
 
 }  // namespace
