@@ -49,7 +49,7 @@ def check_install_rules(source, folder, configure):
         "-DMOESAIC_BUILD_TESTS=OFF", "-DCMAKE_INSTALL_INCLUDEDIR=include/own", "-DCMAKE_INSTALL_LIBDIR=lib/own")  # fmt: skip
     exported = "".join(path.read_text() for path in (folder / "CMakeFiles" / "Export").rglob("MoesaicTargets.cmake"))
     for text, file in (
-        ("${_IMPORT_PREFIX}/include/own\"", exported),
+        ('${_IMPORT_PREFIX}/include/own"', exported),
         ("ORIGIN/../lib/own", (folder / "cmake_install.cmake").read_text()),
         ("libmoesaic.so.", (folder / "build.ninja").read_text()),
     ):
