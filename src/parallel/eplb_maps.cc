@@ -73,8 +73,10 @@ std::vector<Ids> holders(std::span<const std::int32_t> map, std::int64_t per_ran
 Result<std::vector<std::int32_t>> initial_physical_to_logical(std::int64_t num_logical,
                                                               std::int64_t num_physical) {
   if (num_logical < 1 || num_physical < num_logical || num_physical >= std::int64_t{1} << 31) {
-    return invalid(fmt::format("num_physical: got {} for {} experts, need at least as many",
-                               num_physical, num_logical));
+    return invalid(
+        fmt::format("num_physical: got {} for {} experts, need at least as many and one, up to "
+                    "2^31-1",
+                    num_physical, num_logical));
   }
   try {
     Ids map(at(num_physical));
@@ -214,12 +216,16 @@ double balancedness(std::span<const double> loads, int num_ranks) {
   double mean = 0;
   double most = 0;
   const std::size_t ranks = at(std::max(num_ranks, 1));
+  // By a power of two below 1, which changes no quotient: sums of them stay finite.
+  int exponent = 0;
+  if (!loads.empty()) std::frexp(*std::max_element(loads.begin(), loads.end()), &exponent);
   for (std::size_t first = 0; first + ranks <= loads.size(); first += ranks) {
     double sum = 0;
     double largest = 0;
     for (std::size_t r = first; r < first + ranks; ++r) {
-      sum += loads[r];
-      largest = std::max(largest, loads[r]);
+      const double load = std::ldexp(loads[r], -exponent);
+      sum += load;
+      largest = std::max(largest, load);
     }
     mean += sum / static_cast<double>(ranks);
     most += largest;

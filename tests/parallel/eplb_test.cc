@@ -284,6 +284,9 @@ TEST(Balancedness, IsASumOfMeansOverASumOfMaxima) {
   EXPECT_DOUBLE_EQ(balancedness(Loads{1, 3, 4, 4}, 2), (2.0 + 4.0) / (3.0 + 4.0));
   EXPECT_DOUBLE_EQ(balancedness(Loads{0, 0}, 2), 1.0);
   EXPECT_DOUBLE_EQ(balancedness(Loads{8, 0, 0, 0}, 4), 0.25);
+  EXPECT_DOUBLE_EQ(balancedness(Loads{1e308, 1e308, 5e307, 1e308}, 2), 7.0 / 8);
+  EXPECT_DOUBLE_EQ(balancedness(Loads{1e-320, 3e-320}, 2), 2.0 / 3);
+  EXPECT_DOUBLE_EQ(balancedness(Loads{}, 2), 1.0);
 }
 
 TEST(LoadWindow, ForgetsTheOldestAndSurvivesANewMap) {
