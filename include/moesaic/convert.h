@@ -42,7 +42,7 @@ struct ConvertOptions {
 struct ConvertReport {
   struct Layer {
     int layer = -1;
-    // |decoded new weights - decoded old weights| / |old| over all routed experts of the layer.
+    // |decoded new weights - decoded old| / |old| over all routed experts: of w13 or w2, the larger.
     double rel_l2_weights = 0;
     std::int64_t bytes_in = 0, bytes_out = 0;  // of the routed experts
   };
@@ -76,9 +76,10 @@ struct ConvertReport {
 // the current folder; is a file, a mount point, or a folder with files that no conversion wrote and
 // replace_any_folder is not set), kUnsupported (a GGUF source; sizes that the format cannot cut
 // into groups, families whose experts have no layout of their own per expert), kAmbiguousFormat
-// (quantised linears that no quantization_config describes), and those of reading. All are found
-// before anything is written, except NaN and infinite weights (kInvalidArgument, naming layer and
-// expert) and kIo.
+// (quantised linears that no quantization_config describes), kLimitExceeded (a config.json or index
+// that would be too large to be read), and those of reading. All are found before anything is written,
+// except, naming layer and expert, NaN and infinite weights (kInvalidArgument) and weights that the
+// format would lose (kUnsupported); and kIo.
 Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
                                          const ConvertOptions& options);
 

@@ -9,10 +9,13 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <vector>
 
 #include "checkpoint/container/shards.h"
 #include "checkpoint/convert/format.h"
+#include "checkpoint/convert/index.h"
+#include "checkpoint/convert/weight_errors.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -237,6 +240,40 @@ TEST_F(ConvertTest, ThreadsDoNotChangeTheBytes) {
   }
 }
 
+// BF16 numbers of a tensor of a model of one file, in place of what it has.
+void overwrite(const std::string& file, const std::string& tensor, std::uint16_t number) {
+  std::fstream f(file, std::ios::in | std::ios::out | std::ios::binary);
+  std::uint64_t size = 0;
+  f.read(reinterpret_cast<char*>(&size), 8);
+  std::string header(size, '\0');
+  f.read(header.data(), static_cast<std::streamsize>(size));
+  const auto range = nlohmann::json::parse(header).at(tensor).at("data_offsets");
+  const auto begin = range[0].get<std::uint64_t>(), end = range[1].get<std::uint64_t>();
+  const std::vector<std::uint16_t> numbers((end - begin) / 2, number);
+  f.seekp(static_cast<std::streamoff>(8 + size + begin));
+  f.write(reinterpret_cast<const char*>(numbers.data()), static_cast<std::streamsize>(end - begin));
+  ASSERT_TRUE(f.good()) << tensor;
+}
+
+// Numbers below what a scale reaches become zeros, which says nothing in a sum with all others.
+TEST_F(ConvertTest, ALinearThatIsLostIsNamed) {
+  fs::copy(test::bundled_model("mini-qwen3-moe"), path("model"), fs::copy_options::recursive);
+  const std::string down = "model.layers.1.mlp.experts.3.down_proj";
+  const checkpoint::ShardSet before =
+      checkpoint::ShardSet::open(path("model"), FileAccess::kCopy).value();
+  const std::string file = before.find(down + ".weight")->file->path();
+  ConvertOptions options;
+  options.scheme = "mxfp4";
+  const auto converted = [&] { return convert_checkpoint(path("model"), path("out"), options); };
+  overwrite(file, down + ".weight", 11);  // 1.01e-39
+  expect_refusal(
+      converted().status(), StatusCode::kUnsupported,
+      {"layer 1", "expert 3", down.c_str(), "off by 1 of", "at most 0.5", "too small for mxfp4"});
+  EXPECT_FALSE(fs::exists(path("out")));
+  overwrite(file, down + ".weight", 0);  // as of an expert that was cut off
+  EXPECT_TRUE(converted().ok());
+}
+
 // Told before anything is written.
 TEST_F(ConvertTest, AxesThatCannotBeCopied) {
   fs::copy(test::bundled_model("mini-qwen3-moe"), path("model"), fs::copy_options::recursive);
@@ -302,6 +339,39 @@ TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
   std::ofstream(path("out") + "/moesaic_conversion.json") << R"({"layers":[{"layer":1}]})";
   expect_refusal(converted_weight_error(path("out"), 1).status(), StatusCode::kCorruptFile,
                  {"rel_l2_weights"});
+}
+
+// w2 of small numbers is as far off as if they were large.
+TEST(ConvertFormat, TheWorseMatrixCounts) {
+  checkpoint::WeightErrors errors("int4-g128");
+  const std::vector<float> large(64, 1.0F), small(64, 1e-6F), off(64, 0.75e-6F);
+  const auto view = [](const std::vector<float>& v) {
+    return ConstTensorView(reinterpret_cast<const std::byte*>(v.data()), DType::kF32, {8, 8});
+  };
+  using checkpoint::WeightMatrix;
+  ASSERT_TRUE(errors.add(WeightMatrix::kW13, "up_proj", view(large), view(large)).ok());
+  EXPECT_TRUE(errors.check().ok());
+  ASSERT_TRUE(errors.add(WeightMatrix::kW2, "down_proj", view(small), view(off)).ok());
+  EXPECT_NEAR(errors.relative(), 0.25, 0.25 * 1e-6);
+  expect_refusal(errors.check(), StatusCode::kUnsupported, {"0.25", "at most 0.2", "int4-g128"});
+  expect_refusal(errors.add(WeightMatrix::kW2, "down_proj", view(large), view(small)),
+                 StatusCode::kUnsupported, {"down_proj", "off by 1 of", "too small"});
+}
+
+// The index of a result is read again.
+TEST(ConvertFormat, ATooLargeIndexIsNotWritten) {
+  checkpoint::PlannedShard shard;
+  shard.file = "model-00001-of-00001.safetensors";
+  shard.tensors = {{"a.weight", DType::kF32, {2, 3}}, {"b.weight", DType::kBF16, {5}}};
+  const std::string text = checkpoint::converted_index(std::span(&shard, 1)).value();
+  const auto index = nlohmann::json::parse(text);
+  EXPECT_EQ(index["metadata"]["total_size"], 34);
+  EXPECT_EQ(index["weight_map"]["b.weight"], shard.file);
+  EXPECT_TRUE(checkpoint::converted_index(std::span(&shard, 1), text.size()).ok());
+  const std::string size = std::to_string(text.size()), limit = std::to_string(text.size() - 1);
+  expect_refusal(checkpoint::converted_index(std::span(&shard, 1), text.size() - 1).status(),
+                 StatusCode::kLimitExceeded,
+                 {"index.json", size.c_str(), "2 tensors", limit.c_str()});
 }
 
 TEST(ConvertFormat, SizesThatDoNotFit) {

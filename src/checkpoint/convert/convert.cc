@@ -22,7 +22,9 @@
 #include "checkpoint/container/safetensors_stream.h"
 #include "checkpoint/convert/config.h"
 #include "checkpoint/convert/folder.h"
+#include "checkpoint/convert/index.h"
 #include "checkpoint/convert/plan.h"
+#include "checkpoint/convert/weight_errors.h"
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "cpu/tiers.h"
@@ -36,6 +38,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
+using checkpoint::WeightMatrix;
 
 constexpr std::size_t kCopyBytes = 4U << 20;
 constexpr std::size_t kMostFilesNamed = 8;  // of files that are left out, in one note
@@ -100,6 +103,7 @@ class Converter {
                              checkpoint::plan_conversion(checkpoint, shards, source, format));
     MOESAIC_ASSIGN_OR_RETURN(const std::string config,
                              checkpoint::converted_config(old_config, plan_.quantization));
+    MOESAIC_ASSIGN_OR_RETURN(const std::string index, checkpoint::converted_index(plan_.shards));
     total_bytes_ = static_cast<std::int64_t>(shards.total_bytes());
 
     report_.notes = plan_.notes;
@@ -111,8 +115,7 @@ class Converter {
       MOESAIC_RETURN_IF_ERROR(write_shard(checkpoint, shard, folder.file(shard.file)));
     }
     MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file("config.json"), config)));
-    MOESAIC_RETURN_IF_ERROR(
-        output(write_text(folder.file("model.safetensors.index.json"), index_text())));
+    MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file("model.safetensors.index.json"), index)));
     MOESAIC_RETURN_IF_ERROR(copy_small_files(shards, folder));
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::string> files, output(folder.files()));
     const std::string record = record_text(files);
@@ -146,19 +149,6 @@ class Converter {
   }
 
   // --- configuration and lists ----------------------------------------------------------------
-
-  std::string index_text() const {
-    Json map = Json::object();
-    std::int64_t total = 0;
-    for (const checkpoint::PlannedShard& shard : plan_.shards) {
-      for (const checkpoint::TensorSpec& t : shard.tensors) {
-        checkpoint::append_member(&map, t.name, shard.file);
-        total += contiguous_bytes(t.dtype, t.shape).value();
-      }
-    }
-    return Json({{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}}).dump(2) +
-           "\n";
-  }
 
   std::string record_text(const std::vector<std::string>& files) const {
     Json layers = Json::array();
@@ -273,11 +263,6 @@ class Converter {
     return {};
   }
 
-  // Squared error and size of the weights of a layer.
-  struct Sums {
-    double error = 0, size = 0;
-  };
-
   Status convert_layer(const Checkpoint& checkpoint, const checkpoint::PlannedLayer& layer,
                        checkpoint::SafetensorsStream* out) {
     MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights, checkpoint.load_layer(layer.spec.layer, {}));
@@ -290,7 +275,7 @@ class Converter {
     for (Tensor* t : {&w2_, &decoded2_}) {
       MOESAIC_ASSIGN_OR_RETURN(*t, Tensor::uninitialized(DType::kF32, {h, i}));
     }
-    Sums sums;
+    checkpoint::WeightErrors errors(checkpoint::convert_format_name(plan_.format));
     for (std::int64_t e = 0; e < layer.spec.num_experts; ++e) {
       MOESAIC_RETURN_IF_ERROR(check_stop());
       MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, weights.experts->expert(e));
@@ -303,27 +288,19 @@ class Converter {
       MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, m13, i, w13_.view()));
       MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, m2, h, w2_.view()));
       MOESAIC_RETURN_IF_ERROR(
-          write_expert(layer, e, out, &sums).with_context(fmt::format("expert {}", e)));
+          write_expert(layer, e, out, &errors).with_context(fmt::format("expert {}", e)));
       add_progress(layer.bytes_in / layer.spec.num_experts);
     }
-    const double rel = sums.size > 0 ? std::sqrt(sums.error / sums.size) : 0.0;
-    if (rel > checkpoint::kMostWeightError) {
-      return {
-          StatusCode::kUnsupported,
-          fmt::format("layer {}: its weights would be off by {:.2g} of their size, need at most "
-                      "{}: they are too {} for {}, need a format with wider scales",
-                      layer.spec.layer, rel, checkpoint::kMostWeightError,
-                      std::isfinite(rel) ? "small" : "large",
-                      checkpoint::convert_format_name(plan_.format))};
-    }
+    MOESAIC_RETURN_IF_ERROR(errors.check());
+    const double rel = errors.relative();
     MOESAIC_ASSIGN_OR_RETURN(const auto before, converted_weight_error(from_, layer.spec.layer));
     const double all =
         MOESAIC_FAULT(convert_forgets_the_last_one) ? rel : std::hypot(before.value_or(0.0), rel);
     if (all > checkpoint::kMostWeightError) {
       return {StatusCode::kUnsupported,
-              fmt::format("layer {}: its weights would be off by {:.2g} of their size with what "
-                          "earlier conversions did ({:.2g}), need at most {}: convert the original",
-                          layer.spec.layer, all, *before, checkpoint::kMostWeightError)};
+              fmt::format("its weights would be off by {:.2g} of their size with what earlier "
+                          "conversions did ({:.2g}), need at most {}: convert the original",
+                          all, *before, checkpoint::kMostWeightError)};
     }
     report_.layers.push_back({layer.spec.layer, rel, layer.bytes_in, layer.bytes_out});
     errors_of_original_.push_back(all);
@@ -337,7 +314,7 @@ class Converter {
   }
 
   Status write_expert(const checkpoint::PlannedLayer& layer, std::int64_t e,
-                      checkpoint::SafetensorsStream* out, Sums* sums) {
+                      checkpoint::SafetensorsStream* out, checkpoint::WeightErrors* errors) {
     const std::int64_t h = layer.spec.hidden_size;
     const std::int64_t i = layer.spec.intermediate_size;
     // Engines keep one global scale for gate and up together.
@@ -346,16 +323,17 @@ class Converter {
     const float gscale2 =
         quant::nvfp4_quant_multiplier(quant::max_abs(w2_.as<float>(), w2_.bytes() / 4));
     if (layer.own_mxfp4) {
-      MOESAIC_RETURN_IF_ERROR(write_own_mxfp4(layer, e, out));
+      MOESAIC_RETURN_IF_ERROR(write_own_mxfp4(layer, e, out, errors));
     } else {
       const std::int64_t up_first = layer.gated ? i : 0;
-      const auto linear = [&](const std::string& pattern, float gscale, const TensorView& w,
-                              const TensorView& decoded) -> Status {
+      const auto linear = [&](WeightMatrix matrix, const std::string& pattern, float gscale,
+                              const TensorView& w, const TensorView& decoded) -> Status {
         if (pattern.empty()) return {};
         const std::string module = checkpoint::module_of_expert(pattern, e);
         MOESAIC_RETURN_IF_ERROR(checkpoint::encode_linear(plan_.format, w, gscale,
                                                           options_.num_threads, &tensors_, decoded)
                                     .with_context(module));
+        MOESAIC_RETURN_IF_ERROR(errors->add(matrix, module, w, decoded));
         const auto specs = checkpoint::linear_tensors(plan_.format, w.dim(0), w.dim(1));
         for (std::size_t t = 0; t < specs.size(); ++t) {
           MOESAIC_RETURN_IF_ERROR(
@@ -364,25 +342,26 @@ class Converter {
         return {};
       };
       const bool swapped = MOESAIC_FAULT(convert_gate_up_swapped) && layer.gated;
-      MOESAIC_RETURN_IF_ERROR(linear(swapped ? layer.up : layer.gate, gscale13, rows(w13_, 0, i),
-                                     rows(decoded13_, 0, i)));
-      MOESAIC_RETURN_IF_ERROR(linear(swapped ? layer.gate : layer.up, gscale13,
+      MOESAIC_RETURN_IF_ERROR(linear(WeightMatrix::kW13, swapped ? layer.up : layer.gate, gscale13,
+                                     rows(w13_, 0, i), rows(decoded13_, 0, i)));
+      MOESAIC_RETURN_IF_ERROR(linear(WeightMatrix::kW13, swapped ? layer.gate : layer.up, gscale13,
                                      rows(w13_, up_first, i), rows(decoded13_, up_first, i)));
-      MOESAIC_RETURN_IF_ERROR(linear(layer.down, gscale2, rows(w2_, 0, h), rows(decoded2_, 0, h)));
+      MOESAIC_RETURN_IF_ERROR(
+          linear(WeightMatrix::kW2, layer.down, gscale2, rows(w2_, 0, h), rows(decoded2_, 0, h)));
     }
-    add_errors(w13_, decoded13_, sums);
-    add_errors(w2_, decoded2_, sums);
     return {};
   }
 
   // gpt-oss: row 2j of gate_up is gate j, row 2j + 1 up j; all experts in one tensor.
   Status write_own_mxfp4(const checkpoint::PlannedLayer& layer, std::int64_t e,
-                         checkpoint::SafetensorsStream* out) {
+                         checkpoint::SafetensorsStream* out, checkpoint::WeightErrors* errors) {
     const auto stacked = [&](const std::string& module, const TensorView& w,
                              const TensorView& decoded, bool interleave) -> Status {
       MOESAIC_RETURN_IF_ERROR(checkpoint::encode_linear(checkpoint::ConvertFormat::kMxfp4, w, 1.0F,
                                                         options_.num_threads, &tensors_, decoded)
                                   .with_context(fmt::format("{} of expert {}", module, e)));
+      MOESAIC_RETURN_IF_ERROR(
+          errors->add(interleave ? WeightMatrix::kW13 : WeightMatrix::kW2, module, w, decoded));
       for (std::size_t t = 0; t < 2; ++t) {
         const std::int64_t n = tensors_[t].shape()[0];
         const std::int64_t row_bytes = tensors_[t].bytes() / n;
@@ -405,15 +384,6 @@ class Converter {
     MOESAIC_RETURN_IF_ERROR(
         stacked(layer.gate, rows(w13_, 0, 2 * i), rows(decoded13_, 0, 2 * i), true));
     return stacked(layer.down, rows(w2_, 0, h), rows(decoded2_, 0, h), false);
-  }
-
-  static void add_errors(const Tensor& w, const Tensor& decoded, Sums* sums) {
-    for (std::int64_t i = 0; i < w.bytes() / 4; ++i) {
-      const double x = w.as<float>()[i];
-      const double d = static_cast<double>(decoded.as<float>()[i]) - x;
-      sums->error += d * d;
-      sums->size += x * x;
-    }
   }
 
   const std::string& from_;

@@ -13,9 +13,6 @@ namespace moesaic::checkpoint {
 
 // The report that every result holds; "files" in it are the names of all its files.
 inline constexpr const char* kConversionRecord = "moesaic_conversion.json";
-// Of weights, relative: with more an output would have no bound (kLargestUsefulBound). No format that
-// is written here errs more.
-inline constexpr double kMostWeightError = 0.2;
 // Lies in a folder while it is written, locked by the process that writes.
 inline constexpr const char* kConversionMark = ".moesaic-converting";
 
