@@ -82,6 +82,31 @@ bool any_matches(NameRule rule, const std::vector<std::string>& entries, std::st
                      [&](const std::string& entry) { return entry_matches(rule, entry, module); });
 }
 
+// Models of text inside others have their names with and without this; writers and files differ.
+std::string without_wrapper(std::string_view name) {
+  constexpr std::string_view kWrapper = "language_model.";
+  std::string text(name);
+  const std::size_t at = text.find(kWrapper);
+  if (at != text.npos && (at == 0 || text[at - 1] == '.')) text.erase(at, kWrapper.size());
+  return text;
+}
+
+// A block's name ends anywhere: its own readers compare beginnings ("layers.1" is that of layer 10).
+bool is_in_blocks(const QuantConfig& quant, std::string_view module) {
+  const auto inside = [&](const std::string& block) {
+    return module.starts_with(block) || without_wrapper(module).starts_with(without_wrapper(block));
+  };
+  return quant.blocks.empty() || MOESAIC_FAULT(checkpoint_blocks_are_ignored) ||
+         std::any_of(quant.blocks.begin(), quant.blocks.end(), inside);
+}
+
+// What extra_config says of the linear of exactly this name; null: nothing.
+const NamedModule* named_module(const QuantConfig& quant, std::string_view module) {
+  const auto found = quant.named.find(module);
+  return found == quant.named.end() || MOESAIC_FAULT(checkpoint_names_are_parts) ? nullptr
+                                                                                 : &found->second;
+}
+
 bool has_digits(std::string_view pattern) {
   return std::any_of(pattern.begin(), pattern.end(),
                      [](unsigned char c) { return std::isdigit(c) != 0; }) ||
@@ -128,6 +153,9 @@ std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_
   for (const QuantGroup& group : quant.groups) {
     all = all || tell(target_rule(quant.rule), group.targets);
   }
+  all = all || std::any_of(quant.blocks.begin(), quant.blocks.end(), [&](const auto& block) {
+          return without_wrapper(block).size() > without_wrapper(experts).size();
+        });
   return asked_experts(all, num_experts);
 }
 
@@ -139,15 +167,25 @@ Status partly(std::string_view what, std::string_view experts, std::string_view 
                   experts, what, one, other));
 }
 
+// Whether an entry of extra_config names a projection of these experts.
+bool names_projections(const QuantConfig& quant, std::string_view experts) {
+  const auto first = quant.named.lower_bound(experts);
+  return first != quant.named.end() && first->first.starts_with(experts);
+}
+
 // skips_experts by checking each member.
 Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
                         std::int64_t num_experts, std::span<const std::string_view> projections) {
   std::string skipped, kept;
   const QuantConfig narrow = narrowed(quant, experts, projections);
-  for (const std::int64_t e : telling_experts(narrow, experts, num_experts)) {
+  const bool by_name = quant.rule == NameRule::kTextOrRegex && names_projections(quant, experts);
+  for (const std::int64_t e :
+       by_name ? asked_experts(true, num_experts) : telling_experts(narrow, experts, num_experts)) {
     for (const std::string_view projection : projections) {
       std::string name = fmt::format("{}.{}.{}", experts, e, projection);
-      (skips_module(narrow, name) ? skipped : kept) = std::move(name);
+      const NamedModule* own = by_name ? named_module(quant, name) : nullptr;
+      const bool skip = own != nullptr ? own->plain : skips_module(narrow, name);
+      (skip ? skipped : kept) = std::move(name);
     }
   }
   if (!skipped.empty() && !kept.empty()) return partly("left out", experts, skipped, kept);
@@ -163,15 +201,20 @@ Status check_group(const QuantConfig& quant, std::string_view module) {
   return unsupported(fmt::format("quantization_config: {}: {}", module, group->unread));
 }
 
-Status check_override(const QuantConfig& quant, const QuantOverride& entry,
-                      std::string_view module) {
-  if (!regex_hits(entry.pattern, module)) return {};
+// Of a module that the entry speaks of.
+Status check_difference(const QuantConfig& quant, const QuantOverride& entry,
+                        std::string_view module) {
   const auto refuse = [&](StatusCode code, std::string_view why) {
     return Status(code, fmt::format("quantization_config: {}: {} matches {}{}", entry.list,
                                     quote_name(entry.key), module, why));
   };
   if (skips_module(quant, module)) {
     if (entry.plain) return {};
+    if (!is_in_blocks(quant, module)) {
+      return refuse(StatusCode::kAmbiguousFormat,
+                    ", outside of block_name_to_quantize, where readers differ in whether that "
+                    "counts; need its whole name");
+    }
     return refuse(StatusCode::kAmbiguousFormat,
                   ", as an entry does that leaves it out; need one of them");
   }
@@ -180,11 +223,35 @@ Status check_override(const QuantConfig& quant, const QuantOverride& entry,
                 fmt::format(" and overrides {}, as everywhere else", entry.difference));
 }
 
+bool speaks_of(const QuantOverride& entry, std::string_view module) {
+  return entry.pattern.empty() ? module.find(entry.key) != module.npos
+                               : regex_hits(entry.pattern, module);
+}
+
+Status check_named(const QuantConfig& quant, const std::string& name, const NamedModule& says) {
+  return check_difference(quant, {name, "", says.difference, "extra_config", says.plain}, name);
+}
+
+Status check_override(const QuantConfig& quant, const QuantOverride& entry,
+                      std::string_view module) {
+  if (!speaks_of(entry, module) || named_module(quant, module) != nullptr) return {};
+  return check_difference(quant, entry, module);
+}
+
 Status check_expert_overrides(const QuantConfig& quant, const std::vector<QuantOverride>& overrides,
                               std::string_view experts, std::int64_t num_experts,
                               std::span<const std::string_view> projections) {
+  for (auto it = quant.named.lower_bound(experts);
+       it != quant.named.end() && it->first.starts_with(experts); ++it) {
+    const std::int64_t e = expert_of(it->first, experts, projections);
+    if (e < 0 || e >= num_experts) continue;
+    MOESAIC_RETURN_IF_ERROR(check_named(quant, it->first, it->second));
+  }
+  // Names that have an entry of their own are passed over, whichever experts those are.
+  const bool all = names_projections(quant, experts);
   for (const QuantOverride& entry : overrides) {
-    for (const std::int64_t e : asked_experts(has_digits(entry.pattern), num_experts)) {
+    const bool digits = has_digits(entry.pattern.empty() ? entry.key : entry.pattern);
+    for (const std::int64_t e : asked_experts(all || digits, num_experts)) {
       for (const std::string_view projection : projections) {
         MOESAIC_RETURN_IF_ERROR(
             check_override(quant, entry, fmt::format("{}.{}.{}", experts, e, projection)));
@@ -217,7 +284,13 @@ const QuantConfig& description_of(const QuantConfig& quant, std::string_view mod
 }
 
 bool skips_module(const QuantConfig& quant, std::string_view module) {
-  if (any_matches(quant.rule, quant.skips, module)) return true;
+  if (quant.rule == NameRule::kTextOrRegex) {
+    if (const NamedModule* own = named_module(quant, module)) return own->plain;
+    for (const auto& [key, says] : quant.named) {
+      if (says.plain && module.find(key) != module.npos) return true;
+    }
+  }
+  if (any_matches(quant.rule, quant.skips, module) || !is_in_blocks(quant, module)) return true;
   return !quant.only.empty() && !MOESAIC_FAULT(checkpoint_only_is_ignored) &&
          std::none_of(quant.only.begin(), quant.only.end(), [&](const std::string& entry) {
            return module.find(entry) != std::string_view::npos;
@@ -266,6 +339,15 @@ Status check_overrides(const QuantConfig& whole, std::string_view module) {
   for (const QuantOverride& entry : quant.overrides) {
     MOESAIC_RETURN_IF_ERROR(check_override(quant, entry, module));
   }
+  const auto own = quant.named.find(module);
+  if (own != quant.named.end()) {
+    MOESAIC_RETURN_IF_ERROR(check_named(quant, own->first, own->second));
+  }
+  for (const auto& [key, says] : quant.named) {
+    if (module.find(key) == module.npos) continue;
+    MOESAIC_RETURN_IF_ERROR(
+        check_override(quant, {key, "", says.difference, "extra_config", says.plain}, module));
+  }
   return skips_module(quant, module) ? Status() : check_group(quant, module);
 }
 
@@ -284,7 +366,8 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
   const QuantConfig& quant = description_of(whole, experts);
   if (!quant.quantized()) return LinearFormat{};
   const QuantConfig narrow = narrowed(quant, experts, projections);
-  if (quant.rule != NameRule::kParts || !quant.overrides.empty() || !quant.only.empty()) {
+  if (quant.rule != NameRule::kParts || !quant.overrides.empty() || !quant.only.empty() ||
+      !quant.named.empty() || !quant.blocks.empty()) {
     const std::uint64_t names = narrow.overrides.empty()
                                     ? telling_experts(narrow, experts, num_experts).size()
                                     : static_cast<std::uint64_t>(num_experts);
@@ -320,12 +403,13 @@ Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view e
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts,
                            std::span<const std::string_view> projections) {
-  const bool none = quant.skips.empty() && quant.only.empty();
+  const bool none =
+      quant.skips.empty() && quant.only.empty() && quant.named.empty() && quant.blocks.empty();
   if (none || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
   // A text or an expression that is searched for may hit this name and none of the linears'.
   const bool searched = quant.rule == NameRule::kTextOrRegex;
   if (!searched && any_matches(quant.rule, quant.skips, experts)) return true;
-  if (quant.rule != NameRule::kParts || !quant.only.empty()) {
+  if (quant.rule != NameRule::kParts || !quant.only.empty() || !quant.blocks.empty()) {
     return skips_each(quant, experts, num_experts, projections);
   }
 

@@ -2,9 +2,12 @@
 // Source: AutoRound's exporter, and what vLLM reads of it.
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/config/quant_methods.h"
 #include "checkpoint/container/names.h"
@@ -56,14 +59,6 @@ bool is_expression(std::string_view key) {
   return key.find_first_of("*+?^$()[]{}|\\") != std::string_view::npos || key.starts_with("re:");
 }
 
-// As an expression that matches from a name's start.
-std::string pattern_of(std::string_view key) {
-  if (is_expression(key)) return fmt::format(".*(?:{})", key);
-  std::string text = MOESAIC_FAULT(checkpoint_extra_config_has_whole_names) ? "" : ".*";
-  for (const char c : key) text += c == '.' ? std::string("\\.") : std::string(1, c);
-  return MOESAIC_FAULT(checkpoint_extra_config_has_whole_names) ? text + "$" : text;
-}
-
 constexpr std::string_view kExtraConfig = "extra_config";
 
 // Its entries; null: none.
@@ -76,12 +71,19 @@ Result<const nlohmann::json*> extra_entries(const ConfigFields& fields) {
   return extra;
 }
 
-// The description of a module, in what it differs from the rest.
-QuantOverride override_of(const ConfigFields& fields, const std::string& key,
-                          nlohmann::json values) {
+// One entry: of an expression among the overrides, else by its name.
+void add_entry(const ConfigFields& fields, const std::string& key, nlohmann::json values,
+               bool plain, QuantConfig* quant) {
   const auto type = values.find("data_type");
   if (type != values.end() && *type == std::string(kIntegers)) values.erase(type);
-  return {key, pattern_of(key), fields.difference_of(values), kExtraConfig, false};
+  std::string difference = fields.difference_of(values);
+  if (is_expression(key)) {
+    // As an expression that matches from a name's start.
+    quant->overrides.push_back(
+        {key, fmt::format(".*(?:{})", key), std::move(difference), kExtraConfig, plain});
+  } else {
+    quant->named[key] = {std::move(difference), plain};
+  }
 }
 
 // Modules that are described otherwise than the rest: left out, with 16 bits, or not supported
@@ -100,11 +102,45 @@ Status read_extra(const ConfigFields& fields, QuantConfig* quant) {
     if (values == nullptr) continue;
     const ConfigFields module(*values, fmt::format("{}: {}", entries.where(), quote_name(key)));
     MOESAIC_ASSIGN_OR_RETURN(const auto bits, module.integer("bits", {1, 64}));
-    if (bits && *bits >= kPlainBits) {
-      quant->skips.push_back(is_expression(key) ? "re:" + pattern_of(key) : key);
-      continue;
+    const bool plain = bits && *bits >= kPlainBits;
+    if (plain && is_expression(key)) {
+      quant->skips.push_back(fmt::format("re:.*(?:{})", key));
+    } else {
+      add_entry(fields, key, *values, plain, quant);
     }
-    quant->overrides.push_back(override_of(fields, key, *values));
+  }
+  return {};
+}
+
+// The blocks whose linears are quantised: one text with commas, or a list (also of lists). The first name
+// is today's; a file has one of them.
+Status read_blocks(const ConfigFields& fields, QuantConfig* quant) {
+  constexpr std::array<std::string_view, 2> kFields = {"block_name_to_quantize",
+                                                       "to_quant_block_names"};
+  for (const std::string_view field : kFields) {
+    std::vector<std::string> names;
+    if (fields.is_list(field)) {
+      MOESAIC_ASSIGN_OR_RETURN(auto list, fields.nested_strings(field, kMaxSkipEntries));
+      names = std::move(*list);
+      if (names.empty()) return fields.bad_value(field, "[]", "names of blocks, or no field");
+    } else {
+      MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string(field));
+      if (!text) continue;
+      for (std::size_t begin = 0; begin <= text->size();) {
+        const std::size_t end = std::min(text->find(',', begin), text->size());
+        names.push_back(text->substr(begin, end - begin));
+        begin = end + 1;
+      }
+    }
+    MOESAIC_RETURN_IF_ERROR(check_entry_count(fields, field, names.size()));
+    for (std::string& name : names) {
+      // Its writer takes blanks behind commas for none, too.
+      const std::size_t first = name.find_first_not_of(' ');
+      if (first == name.npos) return fields.bad_value(field, quote_name(name), "names of blocks");
+      name = name.substr(first, name.find_last_not_of(' ') + 1 - first);
+    }
+    quant->blocks = std::move(names);
+    return {};
   }
   return {};
 }
@@ -127,11 +163,10 @@ Status check_extra_config(const ConfigFields& fields, QuantConfig* quant) {
   for (const auto& [key, value] : extra->items()) {
     MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* values, entries.object(key));
     if (values == nullptr) continue;
-    QuantOverride entry = override_of(fields, key, *values);
     const auto bits = values->find("bits");
-    entry.plain = bits != values->end() && bits->is_number_integer() && *bits >= kPlainBits &&
-                  !MOESAIC_FAULT(checkpoint_extra_config_contradicts_lists);
-    quant->overrides.push_back(std::move(entry));
+    const bool plain = bits != values->end() && bits->is_number_integer() && *bits >= kPlainBits &&
+                       !MOESAIC_FAULT(checkpoint_extra_config_contradicts_lists);
+    add_entry(fields, key, *values, plain, quant);
   }
   return {};
 }
@@ -159,6 +194,7 @@ Result<QuantConfig> parse_auto_round(const ConfigFields& fields) {
     quant.linear.zero_points = !symmetric.value_or(true);
   }
   MOESAIC_RETURN_IF_ERROR(read_extra(fields, &quant));
+  MOESAIC_RETURN_IF_ERROR(read_blocks(fields, &quant));
   return quant;
 }
 

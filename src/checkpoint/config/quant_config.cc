@@ -206,6 +206,7 @@ Status check_patterns(const std::string& where, const QuantConfig& quant) {
     MOESAIC_RETURN_IF_ERROR(check(group.targets, "targets"));
   }
   for (const QuantOverride& entry : quant.overrides) {
+    if (entry.pattern.empty()) continue;  // a text
     MOESAIC_RETURN_IF_ERROR(
         regex_matches(fmt::format("{}: {}", where, entry.list), entry.pattern, "x").status());
   }
@@ -287,6 +288,7 @@ bool same_quantisation(QuantConfig a, QuantConfig b) {
   for (QuantConfig* quant : {&a, &b}) {
     std::sort(quant->skips.begin(), quant->skips.end());
     std::sort(quant->only.begin(), quant->only.end());
+    std::sort(quant->blocks.begin(), quant->blocks.end());
   }
   return a == b;
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
@@ -47,11 +48,18 @@ struct QuantGroup {
 // their own.
 struct QuantOverride {
   std::string key;         // as the file has it
-  std::string pattern;     // its regular expression
+  std::string pattern;     // its regular expression; empty: the key is a text in modules' names
   std::string difference;  // from the rest of the description; empty: none
   std::string_view list = "dynamic";
   bool plain = false;  // it leaves out what it matches
   bool operator==(const QuantOverride&) const = default;
+};
+
+// What an entry of AutoRound's extra_config says whose key is no expression.
+struct NamedModule {
+  std::string difference;  // from the rest of the description; empty: none
+  bool plain = false;      // 16 bits or more
+  bool operator==(const NamedModule&) const = default;
 };
 
 struct QuantPart;
@@ -64,6 +72,12 @@ struct QuantConfig {
   // Not empty: these decide instead of `linear`, which is then that of the first with weights.
   std::vector<QuantGroup> groups;
   std::vector<QuantOverride> overrides;
+  // AutoRound's extra_config by key, where that is no expression: the linear of this name has what it
+  // says, whatever else speaks of it; where there is none, all linears that have it in their names.
+  std::map<std::string, NamedModule, std::less<>> named;
+  // Not empty: modules whose names begin with none of these are left out, but those in `named`.
+  // AutoRound.
+  std::vector<std::string> blocks;
   // Modules that have a description of their own; all the above does not concern them.
   std::vector<QuantPart> parts;
   bool quantized() const { return linear.stored != StoredFormat::kPlain || !groups.empty(); }
@@ -111,7 +125,8 @@ const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 // the class is the target that it has.
 bool is_quantised_as_linear(const QuantConfig& quant, std::string_view module);
 
-// Whether a skip entry names this module or one that contains it, or `only` names neither.
+// Whether a skip entry names this module or one that contains it, or `only` names neither, or it is
+// outside of `blocks`; for AutoRound's modules that are named, what their entry says.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 
 // kUnsupported for a module that an override makes different or whose group's format is not read,
