@@ -92,6 +92,30 @@ class Verify(ToolTest):
         self.assertIn("FAIL", text.stdout)
         self.assertIn("next:", text.stderr)
 
+    def test_outputs_of_zeros(self):
+        """A model whose down projections are zero computes zeros: 0 / 0 is no cosine."""
+        model = self.folder / "zeros"
+        shutil.copytree(MODELS / "mini-qwen3-moe", model)
+        for shard in model.glob("model*.safetensors"):
+            header, blob = read_safetensors(shard)
+            tensors = {}
+            for key, entry in header.items():
+                begin, end = entry["data_offsets"]
+                data = bytes(end - begin) if ".down_proj." in key else blob[begin:end]
+                tensors[key] = (entry["dtype"], entry["shape"], data)
+            write_safetensors(shard, tensors)
+
+        def edit(tensors, prefix):
+            dtype, shape, data = tensors[prefix + ".output"]
+            tensors[prefix + ".output"] = (dtype, shape, bytes(len(data)))
+
+        golden = self.edited_golden("mini-qwen3-moe", edit)
+        item = self.json_of("verify", "--model", model, "--golden", golden)["layers"][0]
+        self.assertEqual((item["rel_l2"], item["cosine"], item["pass"]), (0, 1, True))
+        self.assertNotIn("nan", run("verify", "--model", model, "--golden", golden).stdout)
+        value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, code=FAILED)
+        self.assertEqual(value["layers"][0]["cosine"], 0)
+
     def test_a_nan_in_the_golden_fails(self):
         def edit(tensors, prefix):
             dtype, shape, data = tensors[prefix + ".output"]

@@ -75,6 +75,12 @@ void bound_output(const FusedMoE& layer, std::span<const RowNumerics> numerics,
   }
 }
 
+// Zeros are as alike as can be; beside anything else nothing of them is.
+double cosine_of(double dot, double got2, double want2) {
+  if (got2 == 0 && want2 == 0) return 1.0;
+  return got2 == 0 || want2 == 0 ? 0.0 : dot / std::sqrt(got2 * want2);
+}
+
 void compare_output(std::span<const double> got, std::span<const double> want, std::size_t width,
                     std::span<const char> excluded, LayerReport& report) {
   double error = 0, got2 = 0, want2 = 0, dot = 0;
@@ -90,7 +96,7 @@ void compare_output(std::span<const double> got, std::span<const double> want, s
     }
   }
   report.rel_l2 = error == 0 ? 0.0 : std::sqrt(error / want2);  // of nothing, nothing is right
-  report.cosine = dot / std::sqrt(got2 * want2);
+  report.cosine = cosine_of(dot, got2, want2);
 }
 
 // Of the layer's logits, as its options say; 0 when they stay fp32 sums.

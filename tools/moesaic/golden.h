@@ -36,7 +36,7 @@ void keep_worst(double& worst, double value);
 struct LayerReport {
   int layer = -1;
   std::int64_t tokens = 0;
-  double rel_l2 = 0, cosine = 0, max_abs = 0;
+  double rel_l2 = 0, cosine = 0, max_abs = 0;  // the cosine of zeros with zeros is 1
   // Tokens whose experts differ from the golden's (or, without golden ids, from what float64
   // allows) although the scores are further apart than rounding explains.
   std::int64_t topk_mismatches = 0;
