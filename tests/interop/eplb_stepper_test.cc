@@ -28,6 +28,14 @@ EplbStepper::Options every_four_steps() {
   return o;
 }
 
+FusedMoE::Options on_one_rank() {
+  FusedMoE::Options o;
+  o.num_threads = 1;
+  o.ranks.enable_eplb = true;
+  o.ranks.num_redundant_experts = 2;
+  return o;
+}
+
 Result<std::vector<FusedMoE>> make_layers(const EplbFixture& f, const FusedMoE::Options& options) {
   std::vector<FusedMoE> layers;
   for (std::size_t i = 0; i < kLayers; ++i) {
@@ -83,11 +91,7 @@ TEST(EplbStepper, MovesOneLayerAfterTheOtherWhileAllServe) {
 
 TEST(EplbStepper, RecordsAsTheScheduleSays) {
   const EplbFixture f(test::eplb_spec());
-  FusedMoE::Options o;
-  o.num_threads = 1;
-  o.ranks.enable_eplb = true;
-  o.ranks.num_redundant_experts = 2;
-  auto layers = make_layers(f, o).value();
+  auto layers = make_layers(f, on_one_rank()).value();
   EplbStepper::Options options;
   options.schedule = {.window = 2, .interval = 8};
   auto stepper = EplbStepper::create(pointers(layers), options).value();
@@ -118,11 +122,7 @@ TEST(EplbStepper, RecordsAsTheScheduleSays) {
 // The policy would copy the first expert into all redundant slots, which traffic would find there.
 TEST(EplbStepper, LayersWithoutLoadKeepTheirPlaces) {
   const EplbFixture f(test::eplb_spec());
-  FusedMoE::Options o;
-  o.num_threads = 1;
-  o.ranks.enable_eplb = true;
-  o.ranks.num_redundant_experts = 2;
-  auto layers = make_layers(f, o).value();
+  auto layers = make_layers(f, on_one_rank()).value();
   const auto places = layers[0].physical_to_logical();
   EXPECT_EQ(f.forward(layers[1], 0), "");  // one has load
   auto stepper = EplbStepper::create(pointers(layers), every_four_steps()).value();
