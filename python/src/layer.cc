@@ -246,7 +246,9 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
   }
   check(status);
   drain_warnings();
-  if (traced.numerics) trace.numerics = numerics_of(self.layer, rounding, call.x);
+  if (traced.numerics) {
+    trace.numerics = numerics_of(self.layer, rounding, call.args.output.dtype, call.x);
+  }
   if (!traced.stages && !traced.numerics) return result;
   return nb::make_tuple(result, trace);
 }

@@ -22,7 +22,7 @@ struct NumericsObject {
 
 }  // namespace
 
-nb::object numerics_of(const FusedMoE& layer, std::span<const RowNumerics> rows,
+nb::object numerics_of(const FusedMoE& layer, std::span<const RowNumerics> rows, DType output,
                        const TensorArg& x) {
   NumericsObject made;
   const std::array<std::int64_t, 1> dims = {static_cast<std::int64_t>(rows.size())};
@@ -37,7 +37,7 @@ nb::object numerics_of(const FusedMoE& layer, std::span<const RowNumerics> rows,
   made.activation_bound = layer.activation_bound();
   made.bound = with_output_rounding(
       computed_bound(layer.quant().output_bound, made.activation_bound, made.summary),
-      MOESAIC_FAULT(python_output_is_not_rounded) ? DType::kF32 : x.view().dtype);
+      MOESAIC_FAULT(python_output_is_not_rounded) ? DType::kF32 : output);
   return nb::cast(std::move(made));
 }
 

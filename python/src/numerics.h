@@ -10,8 +10,8 @@
 
 namespace moesaic::python {
 
-// Of the rows of a call of `layer`; tensors of the kind of `x`.
-nanobind::object numerics_of(const FusedMoE& layer, std::span<const RowNumerics> rows,
+// Of the rows of a call of `layer` with an output of this dtype; tensors of the kind of `x`.
+nanobind::object numerics_of(const FusedMoE& layer, std::span<const RowNumerics> rows, DType output,
                              const TensorArg& x);
 
 void bind_numerics(nanobind::module_& m);

@@ -57,6 +57,11 @@ def test_an_output_of_16_bits_is_rounded(qwen3: pathlib.Path, dtype: type, unit:
     exact = layer(x.astype(np.float32))
     assert layer.bound < rel_l2(y.astype(np.float32), exact) <= trace.numerics.bound
     assert trace.numerics.bound == pytest.approx(math.hypot(layer.bound, unit))
+    # It is the output's dtype that counts, not that of the hidden states.
+    wide, narrow = np.empty(x.shape, np.float32), np.empty(x.shape, dtype)
+    assert layer(x, out=wide, numerics=True)[1].numerics.bound == pytest.approx(layer.bound, rel=0.2)
+    rounded = layer(x.astype(np.float32), out=narrow, numerics=True)[1].numerics
+    assert layer.bound < rel_l2(narrow.astype(np.float32), exact) <= rounded.bound
 
 
 def test_a_call_without_rows_or_without_the_option(qwen3: pathlib.Path) -> None:
